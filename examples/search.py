@@ -33,4 +33,4 @@ for index, branch in enumerate(tree):
 print(f"\nBest: candidate {out.chosen[0] + 1} of {len(tree)}, after {out.num_selections[0]} selections")
 
 # Prints:
-#   Best: candidate 17 of 26, after 3 selections
+#   Best: candidate ... of ..., after ... selections

@@ -16,7 +16,7 @@ import regex
 from hf_parallel.generation.modes.final_answers import PATTERN_SECONDS, check_pattern
 from hf_parallel.generation.validation import check_text
 
-After: TypeAlias = "str | re.Pattern[str]"
+After: TypeAlias = str | re.Pattern[str]
 """Text that ends the thinking, or a compiled regular expression."""
 PATTERNS = (re.Pattern, regex.Pattern)
 _logger = logging.getLogger(__name__)
