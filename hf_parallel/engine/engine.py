@@ -240,27 +240,36 @@ class Engine:
         RuntimeError
             If the engine is not open.
         """
-        request = self._prepare(
-            prompt, generation_mode, priority, submitter, agent_hints, cache_salt, adapter, lease, settings
+        request = self.prepare(
+            prompt,
+            generation_mode,
+            priority=priority,
+            submitter=submitter,
+            agent_hints=agent_hints,
+            cache_salt=cache_salt,
+            adapter=adapter,
+            lease=lease,
+            parent=parent,
+            **settings,
         )
-        request.parent = parent
-        self._enqueue([request])
-        return request.handle
+        (handle,) = self.submit_together([request])
+        return handle
 
-    def _prepare(
+    def prepare(
         self,
         prompt: Any,
         generation_mode: str | None = None,
+        *,
         priority: int = 0,
         submitter: Any = None,
         agent_hints: AgentHints | Mapping[str, Any] | None = None,
         cache_salt: str | None = None,
         adapter: str | None = None,
         lease: Lease | None = None,
-        settings: Mapping[str, Any] | None = None,
+        parent: ForkPoint | None = None,
+        **settings: Any,
     ) -> Request:
-        """Return a request that is not submitted; see `submit`."""
-        settings = settings or {}
+        """Return a request for `submit_together`. Its arguments and errors are those of `submit`."""
         self.check_open()
         check_request(priority, cache_salt)
         self._cached_model.check(adapter)
@@ -288,10 +297,15 @@ class Engine:
         origin = Origin.of(request, call, submission)
         handle.make_forks = partial(self._fork, origin)
         handle.point = partial(point_of, origin)
+        request.parent = parent
         return request
 
-    def _enqueue(self, requests: Sequence[Request]) -> None:
-        """Submit requests: all of them, or none if one has no place in the queue."""
+    def submit_together(self, requests: Sequence[Request]) -> list[RequestHandle]:
+        """Submit requests of `prepare`, all of which the next step may begin, and return their handles.
+
+        Raises `QueueFullError` if one has no place in the queue, and `RuntimeError` if the engine is not open; then
+        none is submitted.
+        """
         with self._changed:
             self.check_open()
             submitted = list(self._submitted)
@@ -301,6 +315,7 @@ class Engine:
                 submitted.append(request)
             self._submitted.extend(requests)
             self._changed.notify_all()
+        return [request.handle for request in requests]
 
     def _fork(
         self,
@@ -321,11 +336,8 @@ class Engine:
             tokenizer = settings.get("tokenizer") or self.tokenizer
             prompt = with_suffix(tokens, settings.pop("suffix"), tokenizer, template)
             of_submit = {name: settings.pop(name) for name in SUBMIT_ARGUMENTS if name in settings}
-            request = self._prepare(prompt, **of_submit, settings=settings)
-            request.parent = handle.point(row, num_new)
-            requests.append(request)
-        self._enqueue(requests)
-        return [request.handle for request in requests]
+            requests.append(self.prepare(prompt, **of_submit, parent=handle.point(row, num_new), **settings))
+        return self.submit_together(requests)
 
     def renew(self, lease: Lease) -> None:
         """Let the time of a lease begin again."""

@@ -9,22 +9,20 @@ from contextlib import suppress
 from typing import Any
 
 import pytest
+import talks
 import tiny
 from engine_requests import assert_nothing_is_held
 from held_engine import first_step_held
-from talks import PROMPT, TALK
+from talks import PROMPT, TALK, Said
 from workers import TOKENIZER
 
 import hf_parallel
-from hf_parallel import HogwildSession
 from hf_parallel.engine import Engine, KVBudgetError, NotRunningError, RequestCancelledError, RequestHandle
 from hf_parallel.generation.modes.hogwild.cache import LAYOUTS
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore")]
 WAIT = 600
 SPOKEN: dict[str, Any] = TALK | {"max_new_tokens": 30, "finisher_tokens": 3}
-Said = tuple[int, str | int, str]
-"""The pass after which a text was read, to whom, and the text."""
 
 
 @pytest.fixture(scope="module")
@@ -32,29 +30,10 @@ def model() -> Any:
     return hf_parallel.enable(copy.deepcopy(tiny.build("llama")), batch_invariant=True)
 
 
-def said_in_session(session: HogwildSession, to: str | int, text: str) -> None:
-    """Say a text in a session as `RequestHandle.inject` does."""
-    if isinstance(to, int):
-        session.inject(session.names[to], text)
-    elif to != "all":
-        session.inject(to, text)
-    elif session.config.layout != "contiguous":
-        session.inject("common", text)
-    else:
-        for name in session.names:
-            if not session._run.workers[session.names.index(name)].stopped:
-                session.inject(name, text)
-
-
 def in_session(model: Any, settings: dict[str, Any], texts: list[Said]) -> Any:
-    """Return the output of a session that gets the texts after the same passes."""
+    """Return the output of a session with the prompt that gets the texts after the same passes."""
     settings = {name: value for name, value in settings.items() if name != "draft_tokens"}  # which change no token
-    with HogwildSession(model, TOKENIZER, PROMPT, **settings) as session:
-        for passes, to, text in texts:
-            session.run(passes - session.passes)
-            said_in_session(session, to, text)
-        session.run()
-        return session.finish()
+    return talks.in_session(model, TOKENIZER, PROMPT, settings, texts)
 
 
 def say_at_random(handle: RequestHandle, rng: random.Random, names: list[str], count: int) -> list[Said]:

@@ -24,6 +24,32 @@ TALK: dict[str, Any] = {
     "temperature": 0.4,
     "seed": 0,
 }
+Said = tuple[int, str | int, str]
+"""The pass after which a text was read, to whom, and the text."""
+
+
+def said_in_session(session: HogwildSession, to: str | int, text: str) -> None:
+    """Say a text in a session as `RequestHandle.inject` does."""
+    if isinstance(to, int):
+        session.inject(session.names[to], text)
+    elif to != "all":
+        session.inject(to, text)
+    elif session.config.layout != "contiguous":
+        session.inject("common", text)
+    else:
+        for name in session.names:
+            if not session._run.workers[session.names.index(name)].stopped:
+                session.inject(name, text)
+
+
+def in_session(model: Any, tokenizer: Any, prompt: Any, settings: dict[str, Any], texts: list[Said]) -> Any:
+    """Return the output of a session that gets the texts after the same passes."""
+    with HogwildSession(model, tokenizer, prompt, **settings) as session:
+        for passes, to, text in texts:
+            session.run(passes - session.passes)
+            said_in_session(session, to, text)
+        session.run()
+        return session.finish()
 
 
 def begin(model: Any = None, **settings: Any) -> HogwildSession:

@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Hashable, Iterat
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 from weakref import WeakValueDictionary
 
 from fastapi import FastAPI, Request
@@ -20,6 +20,7 @@ from starlette.types import Receive, Scope, Send
 
 from hf_parallel.cache.logits import LogitsCache
 from hf_parallel.engine import Engine, KVBudgetError, Lease, LeaseTerms
+from hf_parallel.engine.request import Request as EngineRequest
 from hf_parallel.engine.server.errors import PIECE_ITEMS, APIError, api_error, json_pieces, json_response, to_json
 from hf_parallel.engine.server.leases import KeptTable
 from hf_parallel.engine.server.limits import PROMPT_FACTOR, Gate, Limits, check_keys
@@ -45,6 +46,8 @@ from hf_parallel.models.loading.adapters import BASE_MODEL, check_adapter
 _logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+Prepared: TypeAlias = tuple[Answers, EngineRequest]
+"""A request that is not submitted yet, and what will read its answers."""
 SMALL_BODY = 1 << 14  # bytes of a body that is read, tokenized and submitted in milliseconds
 COSTLY = (b"image_url", b"json_schema", b"tool_choice")  # fields whose values can take seconds in a small body
 BODIES: dict[str, type[Body]] = {
@@ -343,30 +346,33 @@ class _Server:
             if body.fork is not None:
                 body = self.forks.read_one(kind, content, scope["cache_salt"])
         self.conversations.resume(scope["cache_salt"], body)
-        return body, self._submit_body(body, scope)
+        return body, self._submit_prepared(self._prepare(body, scope), body)
 
     def _submit_forks(
         self, kind: type[Body], content: bytes, name: str, scope: Scope
     ) -> tuple[list[ConversationBody], list[Answers]]:
         """Read the bodies of forks, and submit all of them, or none."""
-        bodies = self.forks.read_children(kind, content, name, scope["cache_salt"])
-        answers = list[Answers]()
-        num_choices = 0
-        try:
-            for body in bodies:
-                answers += self._submit_body(body, scope, num_choices)
-                num_choices += answers[-1].submission.choices
-        except Exception:
-            for answer in answers:
-                answer.abandon()
-            raise
-        return bodies, answers
+        bodies, count_field = self.forks.read_children(kind, content, name, scope["cache_salt"])
+        prepared = list[Prepared]()
+        for body in bodies:
+            prepared += self._prepare(body, scope, sum(answers.submission.choices for answers, _ in prepared))
+        submissions = [answers.submission for answers, _ in prepared]
+        self.translator.check_together(bodies, submissions, count_field)
+        return bodies, self._submit_prepared(prepared, bodies[0])
 
-    def _submit_body(self, body: Body, scope: Scope, num_choices: int = 0) -> list[Answers]:
-        """Submit all prompts of a body, or none. `num_choices`: of the bodies before it in the same request."""
+    def _submit_prepared(self, prepared: Sequence[Prepared], body: Body) -> list[Answers]:
+        """Submit all requests, or none; errors name fields of `body`."""
+        try:
+            self.engine.submit_together([request for _, request in prepared])
+        except Exception as error:
+            raise self._translated(error, body) from error
+        return [answers for answers, _ in prepared]
+
+    def _prepare(self, body: Body, scope: Scope, num_choices: int = 0) -> list[Prepared]:
+        """Return the requests of a body, not yet submitted. `num_choices`: of the bodies before it."""
         self.check_model(body.model)
         salt = scope["cache_salt"] + (body.cache_salt or "")
-        answers = list[Answers]()
+        prepared = list[Prepared]()
         try:
             self._check_prompts(body)
             prompts = body.prompts
@@ -375,7 +381,7 @@ class _Server:
             lease = self._lease(body, scope["cache_salt"])
             forked = body._forked if isinstance(body, ConversationBody) else None
             for submission in self.translator.translate_groups(body, groups, body.prompt_field):
-                handle = self.engine.submit(
+                request = self.engine.prepare(
                     submission.prompt,
                     submitter=scope["submitter"],
                     cache_salt=salt,
@@ -386,13 +392,11 @@ class _Server:
                     parent=None if forked is None else forked.parent,
                     **submission.arguments,
                 )
-                answers.append(Answers(submission, handle, num_choices, lease))
+                prepared.append((Answers(submission, request.handle, num_choices, lease), request))
                 num_choices += submission.choices
         except Exception as error:
-            for answer in answers:
-                answer.abandon()
             raise self._translated(error, body) from error
-        return answers
+        return prepared
 
     def _lease(self, body: Body, holder: str) -> Lease | None:
         """Return a lease for a response that is stored."""

@@ -6,7 +6,11 @@ import json
 import random
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import pytest
@@ -22,8 +26,10 @@ from engine_requests import assert_nothing_is_held, wait_until_idle  # noqa: E40
 from hypothesis import HealthCheck, given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 from serving import MODEL, Served, check_error, served, small_model  # noqa: E402
+from talks import Said, in_session  # noqa: E402
 from test_malformed_bodies import VALUES, send  # noqa: E402
 
+import hf_parallel  # noqa: E402
 from hf_parallel.engine import Engine, RequestHandle  # noqa: E402
 from hf_parallel.engine.server import Limits  # noqa: E402
 
@@ -241,24 +247,42 @@ def test_forks_of_one_request_are_limited_together() -> None:
         assert len(fork(server, parent["id"], n=12, input="x " * 200, **settings)) == 12
 
 
-def test_a_fork_that_is_not_submitted_leaves_no_lease() -> None:
-    with Engine(*small_model()) as engine, served(engine) as server:
+def test_all_forks_of_a_request_begin_or_none() -> None:
+    with Engine(*small_model(), max_waiting=4) as engine, served(engine, Limits(rows=6, log_probs=30)) as server:
         parent = post(server, RESPONSES, model=MODEL, input="Hi", max_output_tokens=2).json()
-        submit = engine.submit
-        count = 0
+        wait_until_idle(engine)
+        prepare = engine.prepare
+        prepared = []
 
-        def second_fails(*arguments: Any, **given: Any) -> RequestHandle:
-            nonlocal count
-            count += 1
-            if count == 2:
+        def second_fails(*arguments: Any, **given: Any) -> Any:
+            prepared.append(arguments)
+            if len(prepared) == 2:
                 raise ValueError("seed must be another")
-            handle = submit(*arguments, **given)
-            handle.result(60)
-            return handle
+            return prepare(*arguments, **given)
 
-        engine.submit = second_fails  # type: ignore[method-assign]
-        check_error(post(server, f"{RESPONSES}/{parent['id']}/fork", n=2, input="x", max_output_tokens=2), 400)
+        path = f"{RESPONSES}/{parent['id']}/fork"
+        engine.prepare = second_fails  # type: ignore[method-assign]
+        check_error(post(server, path, n=2, input="x", max_output_tokens=2), 400)
+        engine.prepare = prepare  # type: ignore[method-assign]
+        several = {"generation_mode": "self_consistency", "num_answers": 4, "temperature": 1.0}
+        fewer = [{"generation_mode": "self_consistency", "num_answers": 3}] * 2
+        for body, status, field, words in [
+            ({"n": 2, **several}, 400, "n", "6 rows together, these have 8"),
+            ({"children": [{}, several, {}, {}]}, 400, "children", "6 rows together, these have 7"),
+            ({"n": 5}, 429, None, "4 requests wait already"),
+        ]:
+            error = check_error(post(server, path, input="x", max_output_tokens=2, **body), status)
+            assert error["param"] == field
+            assert words in error["message"]
         assert server.wait_until(lambda stats: stats.leases == 1, seconds=20)
+        assert engine.stats.finished == 1
+        assert len(fork(server, parent["id"], children=fewer, input="x", max_output_tokens=2, temperature=1.0)) == 2
+        chat: dict[str, Any] = {"model": MODEL, "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 2}
+        parent = post(server, CHATS, **chat, logprobs=True, top_logprobs=4, store=True).json()
+        error = check_error(post(server, f"{CHATS}/{parent['id']}/fork", n=4), 400)
+        assert error["param"] == "n"
+        assert "at most 30 log-probabilities, tokens times alternatives, not 40" in error["message"]
+        assert len(fork(server, parent["id"], n=3)) == 3
 
 
 def hello(server: Served, number: int) -> str:
@@ -318,8 +342,56 @@ def test_malformed_forks_are_errors_of_the_client(server: Served, name: str, val
         assert error["param"] is not None or "JSON" in error["message"] or "read" in error["message"], error
 
 
+WORKERS: dict[str, Any] = {
+    "generation_mode": "hogwild",
+    "num_workers": 2,
+    "collaboration_prompt": "{names} talk.",
+    "redundancy_prompt": "",
+    "finisher_tokens": 2,
+}
+
+
+@dataclass
+class Sent:
+    """A request of a server to its engine, and what clients said to its rows, in this order."""
+
+    prompt: list[int]
+    arguments: dict[str, Any]
+    handle: RequestHandle
+    said: list[tuple[Future[int], str | int, str]] = field(default_factory=list)
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def say(self, inject: Any, text: str, to: str | int) -> Future[int]:
+        """Say a text, and record it."""
+        with self.lock:
+            heard = inject(text, to)
+            self.said.append((heard, to, text))
+        return heard
+
+    def heard(self) -> list[Said]:
+        """Return the texts that were read, each with the number of passes before it."""
+        said = [(heard, to, text) for heard, to, text in self.said if heard.exception() is None]
+        return [(heard.result(), to, text) for heard, to, text in said]
+
+    @property
+    def has_workers(self) -> bool:
+        return self.arguments["parallel_config"].mode == "hogwild"
+
+    def settings(self) -> dict[str, Any]:
+        """Return the settings that its tokens depend on."""
+        names = ("parallel_config", "max_new_tokens", "temperature", "do_sample", "top_k", "top_p")
+        return {name: self.arguments[name] for name in names if name in self.arguments}
+
+    def in_session(self, model: Any, tokenizer: Any) -> list[list[int]]:
+        """Return the sequences of a session that gets the same texts."""
+        settings = self.settings()
+        config = settings.pop("parallel_config")
+        settings |= {name: getattr(config, name) for name in config.fields()}
+        return in_session(model, tokenizer, torch.tensor([self.prompt]), settings, self.heard()).sequences.tolist()
+
+
 class Clients:
-    """Clients of a server with two keys, which create, fork, cancel and delete responses at random."""
+    """Clients of a server with two keys, which create, fork, speak to, cancel and delete responses at random."""
 
     def __init__(self, server: Served, seed: int) -> None:
         self.server = server
@@ -327,15 +399,17 @@ class Clients:
         self.names: dict[str, list[str]] = {key: [] for key in KEYS}
         self.deleted: set[str] = set()
         self.errors: list[BaseException] = []
-        self.submitted: list[tuple[list[int], dict[str, Any], RequestHandle]] = []
-        self._submit = server.engine.submit
-        server.engine.submit = self.submit  # type: ignore[method-assign]
+        self.requests: list[Sent] = []
+        self._prepare = server.engine.prepare
+        server.engine.prepare = self.prepare  # type: ignore[method-assign]
 
-    def submit(self, prompt: Any, **arguments: Any) -> RequestHandle:
-        """Record what the server submits."""
-        handle = self._submit(prompt, **arguments)
-        self.submitted.append((prompt["input_ids"][0].tolist(), arguments, handle))
-        return handle
+    def prepare(self, prompt: Any, **arguments: Any) -> Any:
+        """Record what the server submits, and what is said to workers."""
+        request = self._prepare(prompt, **arguments)
+        sent = Sent(prompt["input_ids"][0].tolist(), arguments, request.handle)
+        request.handle.inject = partial(sent.say, request.handle.inject)
+        self.requests.append(sent)
+        return request
 
     def run(self, count: int) -> None:
         """Let four clients act, and raise the first error."""
@@ -359,27 +433,41 @@ class Clients:
         """Do one thing with a key."""
         own = list(self.names[key])
         given = {"temperature": 1.0, "seed": rng.randrange(99), "max_output_tokens": rng.randint(1, 60)}
+        new = {"model": MODEL, "input": rng.choice(["Hi", "Hello", "Who"]), **given}
         kind = rng.random()
-        if not own or kind < 0.3:
-            self.create(key, rng, RESPONSES, {"model": MODEL, "input": rng.choice(["Hi", "Hello", "Who"]), **given})
-        elif kind < 0.75:
+        if not own or kind < 0.25:
+            self.create(key, rng, RESPONSES, new)
+        elif kind < 0.35:
+            self.create(key, rng, RESPONSES, new | WORKERS | {"max_output_tokens": rng.randint(8, 30)})
+        elif kind < 0.7:
             at = rng.choice(["end", {"token": rng.randint(0, 3)}, {"message": 0}])
             suffix = {"input": rng.choice(["x", "y"])} if rng.random() < 0.6 else {}
             path = f"{RESPONSES}/{rng.choice(own)}/fork"
             self.create(key, rng, path, {"n": rng.randint(1, 3), "at": at, **given, **suffix})
-        elif kind < 0.85:
+        elif kind < 0.78:
+            self.speak(key, rng, rng.choice(own))
+        elif kind < 0.86:
             name = rng.choice(own)
             assert self.delete(key, name) in (200, 404)
             self.deleted.add(name)
         else:
             others = [name for other in KEYS if other != key for name in self.names[other]]
             if others:
-                check_error(post(self.server, f"{RESPONSES}/{rng.choice(others)}/fork", key=key), 404)
+                name = rng.choice(others)
+                check_error(post(self.server, f"{RESPONSES}/{name}/fork", key=key), 404)
+                check_error(post(self.server, f"{RESPONSES}/{name}/inject", key=key, text="Hm."), 404)
+
+    def speak(self, key: str, rng: random.Random, name: str) -> None:
+        """Say something to the workers of a response, if it has workers, and runs."""
+        body = {"text": rng.choice(["It rains.", "Hm?"]), "to": rng.choice(["all", 0, "Bob"])}
+        response = post(self.server, f"{RESPONSES}/{name}/inject", key=key, **body)
+        assert response.status_code in (200, 400, 404, 409), response.text
 
     def create(self, key: str, rng: random.Random, path: str, body: dict[str, Any]) -> None:
         """Post a body; sometimes read a stream, and sometimes only its beginning."""
+        has_workers = "num_workers" in body
         ends_early = rng.random() < 0.2
-        if not ends_early and rng.random() < 0.7:
+        if not (ends_early or has_workers) and rng.random() < 0.7:
             response = post(self.server, path, key=key, **body)
             assert response.status_code in (200, 400, 404), response.text
             if response.status_code == 200:
@@ -389,12 +477,18 @@ class Clients:
         url, headers = self.server.url + path, {"Authorization": f"Bearer {key}"}
         with httpx.stream("POST", url, json={**body, "stream": True}, headers=headers, timeout=600) as response:
             assert response.status_code in (200, 400, 404), response.read()
+            created = 0
             for index, line in enumerate(response.iter_lines()):
                 if line.startswith("data: {") and '"response.created"' in line:
+                    created += 1
                     self.names[key].append(json.loads(line[6:])["response"]["id"])
-                if index == 8 and rng.random() < 0.6:  # while it runs
+                    if has_workers:
+                        self.speak(key, rng, self.names[key][-1])
+                if index == 8 and has_workers:
+                    self.speak(key, rng, self.names[key][-1])
+                elif index == 8 and rng.random() < 0.6:  # while it runs
                     self.create(key, rng, f"{RESPONSES}/{self.names[key][-1]}/fork", {**body, "n": 2})
-                if ends_early and index > 12:
+                if ends_early and index > 12 and created == body.get("n", 1):  # else it could not delete all of them
                     return
 
     def delete(self, key: str, name: str) -> int:
@@ -405,36 +499,46 @@ class Clients:
 
 @pytest.mark.parametrize(("seeds", "count"), [([0], 60), pytest.param(range(1, 4), 150, marks=pytest.mark.slow)])
 def test_random_sequences_of_requests_leave_nothing_behind_and_cross_no_keys(seeds: list[int], count: int) -> None:
+    totals = sum((run_random_sequence(seed, count) for seed in seeds), Counter[str]())
+    assert totals["ended"]
+    if len(seeds) > 1:  # a short sequence may miss one
+        assert min(totals[name] for name in ("preemptions", "forks", "texts")) > 0, totals
+
+
+def run_random_sequence(seed: int, count: int) -> Counter[str]:
+    """Run a random sequence of actions with a server, check it, and return how much of what has happened."""
     model, tokenizer = small_model()
+    hf_parallel.enable(model, batch_invariant=True)
+    rng = random.Random(seed)
     with Engine(model, tokenizer) as engine:
-        engine.submit("a", max_new_tokens=1).result(600)
         token = engine._storage.arena.bytes_per_token
-    preemptions = 0
-    num_forks = 0
-    for seed in seeds:
-        rng = random.Random(seed)
-        limits = Limits(max_leases=4, lease_ttl=rng.choice([0.2, 600]), max_lease_bytes=120 * token)
-        budget = rng.choice([250, 400]) * token
-        with Engine(model, tokenizer, max_kv_bytes=budget) as engine, served(engine, limits, api_keys=KEYS) as server:
-            clients = Clients(server, seed)
-            clients.run(count)
-            wait_until_idle(engine)
-            preemptions += engine.stats.preemptions
-            for key, names in clients.names.items():
-                for name in names:
-                    clients.delete(key, name)
-                    if name in clients.deleted:
-                        check_error(post(server, f"{RESPONSES}/{name}/fork", key=key), 404)
-            assert server.wait_until(lambda stats: stats.leases == 0, seconds=60)
-            assert engine.stats.lease_bytes == 0
-            assert_nothing_is_held(engine)
-        names = ("parallel_config", "max_new_tokens", "temperature", "do_sample", "top_k", "top_p")
-        with Engine(model, tokenizer) as engine:
-            for number, (prompt, arguments, handle) in enumerate(clients.submitted):
-                num_forks += arguments["parent"] is not None
-                if handle.error is None:
-                    given = {name: arguments[name] for name in names if name in arguments}
-                    cold = engine.submit(prompt, cache_salt=str(number), **given).result(600)
-                    assert cold.sequences.tolist() == handle.result().sequences.tolist()
-    assert preemptions
-    assert num_forks
+    limits = Limits(max_leases=4, lease_ttl=rng.choice([0.2, 600]), max_lease_bytes=120 * token)
+    budget = rng.choice([420, 560]) * token
+    totals = Counter[str]()
+    with Engine(model, tokenizer, max_kv_bytes=budget) as engine, served(engine, limits, api_keys=KEYS) as server:
+        clients = Clients(server, seed)
+        clients.run(count)
+        wait_until_idle(engine)
+        totals["preemptions"] = engine.stats.preemptions
+        for key, names in clients.names.items():
+            for name in names:
+                clients.delete(key, name)
+                if name in clients.deleted:
+                    check_error(post(server, f"{RESPONSES}/{name}/fork", key=key), 404)
+        assert server.wait_until(lambda stats: stats.leases == 0, seconds=60)
+        assert engine.stats.lease_bytes == 0
+        assert_nothing_is_held(engine)
+    ended = [sent for sent in clients.requests if sent.handle.done and sent.handle.error is None]
+    totals["requests"] = len(clients.requests)
+    totals["ended"] = len(ended)
+    with Engine(model, tokenizer) as engine:
+        for number, sent in enumerate(ended):
+            totals["forks"] += sent.arguments["parent"] is not None
+            if not sent.has_workers:
+                cold = engine.submit(sent.prompt, cache_salt=str(number), **sent.settings()).result(600)
+                assert cold.sequences.tolist() == sent.handle.result().sequences.tolist()
+    for sent in ended:
+        if sent.has_workers:
+            totals["texts"] += len(sent.heard())
+            assert sent.in_session(model, tokenizer) == sent.handle.result().sequences.tolist()
+    return totals

@@ -75,17 +75,19 @@ class ForkReader:
         self._most = limits.rows
         self._most_bytes = PROMPT_FACTOR * limits.body_bytes
 
-    def read_children(self, kind: type[schema.Body], content: bytes, name: str, salt: str) -> list[ConversationBody]:
-        """Return the bodies of the forks that a request asks for."""
+    def read_children(
+        self, kind: type[schema.Body], content: bytes, name: str, salt: str
+    ) -> tuple[list[ConversationBody], str]:
+        """Return the bodies of the forks that a request asks for, and the field that says how many there are."""
         given = read_body(ForksBody, content)
         if "fork" in (given.model_extra or {}):
             raise APIError(400, "the path names the response that is forked: leave out fork", "fork")
         children: Sequence[Mapping[str, object]] = given.children or [{}] * (given.n or 1)
         if given.n is not None and given.n != len(children):
             raise APIError(400, f"n={given.n} differs from the {len(children)} children: give one of them", "n")
+        count_field = "n" if given.children is None else "children"
         if len(children) > self._most:
-            field = "n" if given.children is None else "children"
-            raise APIError(400, f"a request may have at most {self._most} forks, got {len(children)}", field)
+            raise APIError(400, f"a request may have at most {self._most} forks, got {len(children)}", count_field)
         kept = self._tables[kind].find(salt, name)
         common = dict(given.model_extra or {})
         at: object = given.at if isinstance(given.at, str) else given.at.model_dump(exclude_none=True)
@@ -111,8 +113,8 @@ class ForkReader:
             num_bytes += bodies[-1]._size - kept.size
             if num_bytes > self._most_bytes:
                 message = f"the bodies of the forks, with what they inherit, may have {self._most_bytes} bytes together"
-                raise APIError(400, message, "n" if given.children is None else "children")
-        return bodies
+                raise APIError(400, message, count_field)
+        return bodies, count_field
 
     def read_one(self, kind: type[schema.Body], content: bytes, salt: str) -> ConversationBody:
         """Return the body of a fork whose field `fork` names its parent."""

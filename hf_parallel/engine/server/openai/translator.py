@@ -63,7 +63,8 @@ class Translator:
     def translate_groups(self, body: Body, groups: Sequence[Sequence[Prompt]], field_name: str) -> list[Submission]:
         """Return a submission for each group of prompts of a body. A grammar is compiled once for all of them."""
         submissions = [self._submission(body, group, field_name) for group in groups]
-        self._check_log_probs(body, submissions)
+        log_probs_field = "logprobs" if body.prompt_logprobs is None else "prompt_logprobs"
+        self._check_log_probs(sum(_num_log_probs(body, submission) for submission in submissions), log_probs_field)
         constraint = self._constraint(body, submissions[0].config)
         for submission in submissions:
             self._check_features(body, submission.config)
@@ -102,7 +103,7 @@ class Translator:
 
     def _check_rows(self, body: Body, config: ParallelConfig) -> None:
         """Raise an error for more rows than the limit. It names a field whose default would reduce them."""
-        rows = body.answers * config.max_rows_per_prompt
+        rows = _num_rows(body, config)
         if rows <= self.limits.rows:
             return
         cause = "n" if body.answers > 1 else "generation_mode"
@@ -146,21 +147,24 @@ class Translator:
             raise APIError(400, message, "no_repeat_ngram_size")
         return new_tokens
 
-    def _check_log_probs(self, body: Body, submissions: Sequence[Submission]) -> None:
-        """Raise an error if the response would hold too many log-probabilities."""
-        top = body.top_logprobs_wanted
-        prompt_top = body.prompt_logprobs_wanted
-        count = 0
-        for submission in submissions:
-            if top is not None:
-                count += submission.choices * submission.arguments["max_new_tokens"] * (1 + top)
-            if prompt_top is not None:
-                count += body.answers * submission.prompt_tokens * (1 + prompt_top)
+    def check_together(self, bodies: Sequence[Body], submissions: Sequence[Submission], field_name: str) -> None:
+        """Raise an error, naming `field_name`, if submissions, one for each body, exceed the limits together."""
+        num_rows = 0
+        num_log_probs = 0
+        for body, submission in zip(bodies, submissions, strict=True):
+            num_rows += _num_rows(body, submission.config)
+            num_log_probs += _num_log_probs(body, submission)
+        if num_rows > self.limits.rows:
+            message = f"the forks of a request may have at most {self.limits.rows} rows together, these have {num_rows}"
+            raise APIError(400, message, field_name)
+        self._check_log_probs(num_log_probs, field_name)
+
+    def _check_log_probs(self, count: int, field_name: str) -> None:
+        """Raise an error if a response would hold too many log-probabilities."""
         most = self.limits.log_probs
         if count > most:
             message = f"a response may hold at most {most} log-probabilities, tokens times alternatives, not {count}"
-            cause = "logprobs" if body.prompt_logprobs is None else "prompt_logprobs"
-            raise APIError(400, message, cause)
+            raise APIError(400, message, field_name)
 
     def _constraint(self, body: Body, config: ParallelConfig) -> _Constraint | None:
         """Return the grammar of the answers to all prompts of a body, compiled; None: any text."""
@@ -280,6 +284,21 @@ class Translator:
         last_text = decode(tokenizer, last_tokens, skip_special_tokens=False).rstrip()
         processor.known = int(processor.opens(prompt).sum()) - last_text.endswith(marks[0])
         return processor
+
+
+def _num_rows(body: Body, config: ParallelConfig) -> int:
+    """Return the largest number of rows of a prompt of a body."""
+    return body.answers * config.max_rows_per_prompt
+
+
+def _num_log_probs(body: Body, submission: Submission) -> int:
+    """Return the largest number of log-probabilities that the answers to a submission hold."""
+    count = 0
+    if body.top_logprobs_wanted is not None:
+        count += submission.choices * submission.arguments["max_new_tokens"] * (1 + body.top_logprobs_wanted)
+    if body.prompt_logprobs_wanted is not None:
+        count += body.answers * submission.prompt_tokens * (1 + body.prompt_logprobs_wanted)
+    return count
 
 
 def end_tokens(model: Any, tokenizer: Any) -> list[int]:
