@@ -3,6 +3,7 @@
 Views and rotation offsets are read from the caches. `workers` animates a recorded run of the embedded model:
 `hf-parallel generate "Plan a picnic in the park." --seed 5 --max-new-tokens 42 -o docs/recorded_run.json`.
 `images/transcript-hogwild.png` is a screenshot of its page (`hf-parallel view`), `#pass=30&as=0` at 1280 x 640 pixels.
+`images/page-*.png` are screenshots of the server's page with the embedded model, 1280 pixels wide.
 With `--check` the script changes nothing and returns 1 if a picture is out of date.
 """
 
