@@ -156,10 +156,10 @@ def in_engine(model: Any, prompts: torch.Tensor, length: int) -> float:
 def of_requests(engine: Engine, prompts: torch.Tensor, length: int, **settings: Any) -> float:
     """Return the CPU seconds of a request for each prompt, submitted at once."""
     began = time.process_time()
-    handles = [
-        engine.submit(prompt[None], max_new_tokens=length, seed=number, **SAMPLING, **settings)
+    requests = [
+        engine.prepare(prompt[None], max_new_tokens=length, seed=number, **SAMPLING, **settings)
         for number, prompt in enumerate(prompts)
     ]
-    for handle in handles:
+    for handle in engine.submit_together(requests):
         handle.result()
     return time.process_time() - began
