@@ -96,6 +96,10 @@ def json_pieces(body: object) -> Iterator[str]:
         yield to_json(body)
 
 
+OF_ARGUMENTS = {"do_sample=True": "a temperature above 0", "num_return_sequences": "n"}
+"""Arguments of `generate` that errors name, and the fields that set them."""
+
+
 def api_error(error: BaseException, fields: Iterable[str] = ()) -> APIError | None:
     """Return the API's form of an error of the engine, or None if it is not the client's; `fields` may be its cause."""
     if isinstance(error, APIError):
@@ -107,7 +111,9 @@ def api_error(error: BaseException, fields: Iterable[str] = ()) -> APIError | No
     if isinstance(error, KVBudgetError):
         return APIError(400, str(error), code="context_length_exceeded")
     if isinstance(error, ValueError | TypeError | UnsupportedModelError):
-        message = str(error).replace("do_sample=True", "a temperature above 0")  # the field that sets it
+        message = str(error)
+        for argument, words in OF_ARGUMENTS.items():
+            message = message.replace(argument, words)
         return APIError(400, message, _first_named(fields, message))
     return None
 

@@ -268,9 +268,15 @@ class At(BodyObject):
         return self
 
 
+def _kind_of_place(value: object) -> str | None:
+    if isinstance(value, str):
+        return "a text" if value == "end" else None
+    return "an object" if isinstance(value, dict | At) else None
+
+
 Place = Annotated[
     Annotated[Literal["end"], Tag("a text")] | Annotated[At, Tag("an object")],
-    one_of('"end", {"token": N} or {"message": N}', lambda value: _kind(value) or "an object"),
+    one_of('"end", {"token": N} or {"message": N}', _kind_of_place),
 ]
 
 
