@@ -32,6 +32,7 @@ from hf_parallel.generation.modes import BestOfConfig as BestOfConfig
 from hf_parallel.generation.modes import BestOfOutput as BestOfOutput
 from hf_parallel.generation.modes import BlockFormat as BlockFormat
 from hf_parallel.generation.modes import Branch as Branch
+from hf_parallel.generation.modes import CallDialect as CallDialect
 from hf_parallel.generation.modes import Candidate as Candidate
 from hf_parallel.generation.modes import Fork as Fork
 from hf_parallel.generation.modes import ForkJoinConfig as ForkJoinConfig

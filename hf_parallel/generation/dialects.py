@@ -9,9 +9,9 @@ from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import Any, ClassVar, TypeAlias
 
+from hf_parallel.generation.call_dialects import NUMBER, CallDialect
 from hf_parallel.generation.validation import check_bool, check_choice, check_text, names_hint
 
-NUMBER = r"[0-9]+(?:\.[0-9]+)*"
 POSITIONS = ("depth", "overlap", "concatenated", "reencode", "separate")
 """See `Dialect.positions`."""
 
@@ -181,12 +181,16 @@ class SkeletonDialect:
         return "overlap" if self.join == "rotate" else "reencode"
 
 
-AnyDialect: TypeAlias = Dialect | SkeletonDialect
+AnyDialect: TypeAlias = Dialect | SkeletonDialect | CallDialect
 
 
 def make_dialect(settings: Mapping[str, Any]) -> AnyDialect:
     """Return the dialect with some settings. Raises `ValueError` for an unknown setting, and for a missing one."""
-    cls: type[AnyDialect] = SkeletonDialect if "branch_marker" in settings else Dialect
+    cls: type[AnyDialect] = Dialect
+    if "branch_marker" in settings:
+        cls = SkeletonDialect
+    elif "call" in settings:
+        cls = CallDialect
     names = sorted(field.name for field in fields(cls))
     for name in settings:
         if name not in names:

@@ -17,30 +17,40 @@ from transformers import PreTrainedTokenizerBase
 
 from hf_parallel.detokenizer import decode
 from hf_parallel.generation.arguments import encode
+from hf_parallel.generation.call_dialects import CALL_DIALECTS, CallDialect
 from hf_parallel.generation.config import ParallelConfig
 from hf_parallel.generation.dialects import DIALECTS, AnyDialect, Dialect, SkeletonDialect
 from hf_parallel.generation.registry import MODES
 from hf_parallel.generation.validation import check_text
 
 
-def get_dialect(dialect: str | AnyDialect | ParallelConfig) -> AnyDialect:
+def get_dialect(dialect: str | AnyDialect | ParallelConfig) -> Dialect | SkeletonDialect:
     """Return a dialect by name (a mode or a paper), or from the settings of a mode.
 
-    Raises `ValueError` for an unknown name, and for the settings of a mode that writes no annotated text.
+    Raises `ValueError` for an unknown name, for the settings of a mode that writes no annotated text, and for a
+    `CallDialect`, whose paths are texts of their own.
     """
+    known: AnyDialect | None = None
     if isinstance(dialect, ParallelConfig):
         if dialect.traits.dialect is None:
             raise ValueError(f"the mode {dialect.mode!r} writes no annotated text: its settings are no dialect")
-        return dialect.traits.dialect(dialect)
-    if isinstance(dialect, Dialect | SkeletonDialect):
-        return dialect
+        known = dialect.traits.dialect(dialect)
+    elif isinstance(dialect, AnyDialect):
+        known = dialect
+    elif isinstance(dialect, str):
+        known = DIALECTS.get(dialect) or CALL_DIALECTS.get(dialect)
+    if isinstance(known, CallDialect):
+        raise ValueError(
+            f"dialect={dialect!r} has no text that holds its paths: train on each path, and on the text that calls it, "
+            "as ordinary examples"
+        )
+    if known is not None:
+        return known
     modes = {name for name, cls in MODES.items() if cls.traits.dialect is not None}
-    names = modes.union(DIALECTS)
-    if not isinstance(dialect, str) or dialect not in names:
-        raise ValueError(f"dialect must be one of {sorted(names)} or a Dialect, got {dialect!r}")
-    if dialect in modes:
-        return get_dialect(MODES[dialect]())
-    return DIALECTS[dialect]
+    if not isinstance(dialect, str) or dialect not in modes:
+        names = sorted(modes.union(DIALECTS))
+        raise ValueError(f"dialect must be one of {names} or a Dialect, got {dialect!r}")
+    return get_dialect(MODES[dialect]())
 
 
 @dataclass

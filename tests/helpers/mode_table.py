@@ -42,6 +42,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     '`fork_join`, `dialect="parallel_r1"`': ("fork_join", {"dialect": "parallel_r1"}),
     '`fork_join`, `dialect="threadweaver"`, `"pdos"`': ("fork_join", {"dialect": "threadweaver"}),
     '`fork_join`, `dialect="apar"`': ("fork_join", {"dialect": "apar"}),
+    '`fork_join`, `dialect="apr"`, `"asyncthink"`': ("fork_join", {"dialect": "asyncthink"}),
     '`fork_join`, a dialect with `positions="overlap"`': ("fork_join", {"dialect": OVERLAP}),
 }
 """Rows of the table: a mode and the settings on which its needs depend."""

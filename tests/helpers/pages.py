@@ -200,6 +200,7 @@ def _short(generate: Any, tokenizer: Any, new_tokens: int) -> Any:
             most = new_tokens + len(tokenizer(beginning).input_ids)
             if kwargs.get("generation_mode") == "fork_join":  # inserts tags of two paths
                 most += 2 * len(tokenizer("<Path>\n1:</Path>\n<Conclusion>\n").input_ids) + 110 * kwargs.get("force", 0)
+                most += 200 * hasattr(kwargs.get("dialect"), "call")  # prompts of paths, and what they return
             kwargs["max_new_tokens"] = min(kwargs.get("max_new_tokens", most), most)
         return generate(model, *args, **kwargs)
 

@@ -7,6 +7,7 @@ public in `hf_parallel`, whose `__init__.pyi` lists them.
 from importlib import import_module
 from pkgutil import iter_modules
 
+from hf_parallel.generation.call_dialects import CallDialect
 from hf_parallel.generation.modes.beam_search import BeamSearchOutput
 from hf_parallel.generation.modes.best_of import BestOfConfig, BestOfOutput
 from hf_parallel.generation.modes.branches.output import StageStats
@@ -48,6 +49,7 @@ __all__ = [
     "BestOfOutput",
     "BlockFormat",
     "Branch",
+    "CallDialect",
     "Candidate",
     "Fork",
     "ForkJoinConfig",

@@ -11,8 +11,10 @@ from typing import Any, ClassVar
 import torch
 
 from hf_parallel.generation.call import GenerationCall
+from hf_parallel.generation.call_dialects import CALL_DIALECTS, CallDialect
 from hf_parallel.generation.config import ModeTraits
 from hf_parallel.generation.dialects import DIALECTS, AnyDialect, Dialect, SkeletonDialect, make_dialect
+from hf_parallel.generation.modes.branches.calls import CallLane, CallRecords, CallRun
 from hf_parallel.generation.modes.branches.lanes import Lane, OpenFork, Records
 from hf_parallel.generation.modes.branches.output import BranchOutput, StageStats
 from hf_parallel.generation.modes.branches.run import BranchRun
@@ -41,8 +43,12 @@ class Path:
     """The tokens of this text."""
     ended_by: str
     """`tag` (its closing tag; in `pdos` the next marker), `eos`, `criterion` or `budget`. The closing tag is appended
-    to what ended otherwise."""
+    to what ended otherwise. A path that is a call may also be `cancelled`: the text that called it ended first."""
     forks: list[Fork] = field(default_factory=list)
+    message: str = ""
+    """What the call of the path says, in a `CallDialect`."""
+    returned: str | None = None
+    """What the path has returned, in a `CallDialect`; None: nothing."""
 
 
 @dataclass
@@ -51,7 +57,8 @@ class Fork:
 
     start: int
     end: int
-    """Slice of the paths' tokens in the tokens of the answer or path."""
+    """Slice of the paths' tokens in the tokens of the answer or path. In a `CallDialect`, of the tokens that stand for
+    what the paths have returned; empty if the text has not waited for them."""
     paths: list[Path]
 
 
@@ -66,7 +73,8 @@ class ForkJoinOutput(BranchOutput):
     transcripts : list of str
         Text of each answer, the thinking included and the paths of its forks in order.
     critical_path : list of int
-        Decode steps of each answer: its own tokens, plus the longest path of each fork.
+        Decode steps of each answer: its own tokens, plus the longest path of each fork. Where a text is written on
+        beside its paths, the longest chain of tokens that wait for each other.
     fallback : list of str or None
         Why an answer has not forked, or the last region that it opened; None if all regions have.
     stages : dict of StageStats
@@ -120,8 +128,9 @@ class ForkJoinConfig(BranchSettings[ForkJoinOutput]):
 
     Parameters
     ----------
-    dialect : str, Dialect or SkeletonDialect
-        `apar`, `multiverse`, `npr`, `parallel_r1`, `pdos`, `threadweaver`, or a format of your own.
+    dialect : str, Dialect, SkeletonDialect or CallDialect
+        `apar`, `apr`, `asyncthink`, `multiverse`, `npr`, `parallel_r1`, `pdos`, `threadweaver`, or a format of your
+        own.
     after : str or compiled regular expression, optional
         Text that ends the thinking of a reasoning model, such as `"</think>"`. Until then, nothing is
         read as a fork or forced; then `opening` follows. If the prompt ends with it, there is no thinking. A regular
@@ -165,19 +174,21 @@ class ForkJoinConfig(BranchSettings[ForkJoinOutput]):
     def validate(self) -> None:
         """Check every setting; see `ParallelConfig.validate`."""
         super().validate()
-        if isinstance(self.dialect, AnyDialect):
-            self.dialect = asdict(self.dialect)  # as it is stored
+        if isinstance(self.dialect, CallDialect) and self.dialect in CALL_DIALECTS.values():
+            self.dialect = next(name for name, known in CALL_DIALECTS.items() if known == self.dialect)
+        if type(self.dialect) in (Dialect, SkeletonDialect, CallDialect):
+            self.dialect = asdict(self.dialect)  # type: ignore[arg-type] # as it is stored
         elif isinstance(self.dialect, str) and self.dialect.startswith("{"):  # of a command line
             try:
                 self.dialect = json.loads(self.dialect)
             except ValueError as error:
                 raise ValueError(f"dialect must be a name or JSON, got {self.dialect!r}: {error}") from error
-        if not isinstance(self.dialect, Mapping):
-            check_choice("dialect", self.dialect, sorted([*DIALECTS, PDOSConfig.mode]))
+        if not isinstance(self.dialect, Mapping | CallDialect):
+            check_choice("dialect", self.dialect, sorted([*DIALECTS, *CALL_DIALECTS, PDOSConfig.mode]))
         if self.format.positions == "concatenated":
             raise ValueError("positions='concatenated' is for training: a path cannot start where another will end")
         check_bool("force", self.force)
-        if self.force and self.format.is_separate:
+        if self.force and (self.format.is_separate or isinstance(self.format, CallDialect)):
             raise ValueError(f"force=True needs a dialect whose paths are joined, got dialect={self.dialect!r}")
         for name in ("paths", "max_paths", "max_depth", "path_max_new_tokens"):
             if getattr(self, name) is not None:
@@ -186,6 +197,11 @@ class ForkJoinConfig(BranchSettings[ForkJoinOutput]):
             raise ValueError(f"force needs paths of at most max_paths={self.max_paths}, got {self.paths}")
         if isinstance(self.format, SkeletonDialect):
             self._skeletons(self.format)
+        if isinstance(self.format, CallDialect):
+            end = self.format.waits_at(self.opening)
+            if end is not None and self.opening[end:]:
+                raise ValueError(f"opening must end where it waits for paths, got {self.opening[end:]!r} after that")
+        if not isinstance(self.format, Dialect):
             return
         text, tag, after = self.opening.partition(self.format.fork_text)
         gap, _ = self.format.first_text("")
@@ -199,7 +215,9 @@ class ForkJoinConfig(BranchSettings[ForkJoinOutput]):
             return self.dialect
         if self.dialect == PDOSConfig.mode:
             return PDOSConfig().format
-        return DIALECTS[self.dialect] if isinstance(self.dialect, str) else make_dialect(self.dialect)
+        if isinstance(self.dialect, str):
+            return CALL_DIALECTS.get(self.dialect) or DIALECTS[self.dialect]
+        return make_dialect(self.dialect)
 
     @property
     def positions(self) -> str:
@@ -214,18 +232,24 @@ class ForkJoinConfig(BranchSettings[ForkJoinOutput]):
     @property
     def max_open_forks(self) -> int:
         """Maximum number of forks of an answer that are open at the same time."""
+        if isinstance(self.format, CallDialect):
+            return self.max_paths
         is_alone = not self.format.is_nested and not self.format.is_separate
         return 1 if is_alone else self.max_paths * self.max_depth
 
     @property
     def max_rows_per_prompt(self) -> int:
-        """Maximum number of paths at the same time, beside the text that is written on where paths are separate."""
-        return self.max_paths + self.format.is_separate
+        """Maximum number of paths at the same time, beside the text that is written on where it does not wait."""
+        return self.max_paths + (self.format.is_separate or isinstance(self.format, CallDialect))
 
     def make_run(self, call: GenerationCall) -> BranchRun:
         """See `ParallelConfig.make_run`."""
         if isinstance(self.format, Dialect):
             return ForkJoinRun(self, self.format, call)
+        if isinstance(self.format, CallDialect):
+            records = PathCalls(call, self.format.fork_text)
+            limit = self.path_max_new_tokens
+            return CallRun(self, self.format, call, records, limit, self.max_paths, self.max_depth)
         return PDOSRun(self._skeletons(self.format), call, PathRecords(call, self.format.branch_marker))
 
     def _skeletons(self, dialect: SkeletonDialect) -> PDOSConfig:
@@ -414,3 +438,38 @@ class PathRecords(Records):
         index = path.output_row // self.call.num_rows
         ended_by = "tag" if path.ended_by == "marker" else path.ended_by
         return Path(path.name, index, text, ids(path.tokens), ended_by, path.forks)
+
+
+class PathCalls(PathRecords, CallRecords):
+    """Calls in the answers, and the paths that they start."""
+
+    def __init__(self, call: GenerationCall, fork_text: str) -> None:
+        super().__init__(call, fork_text)
+        self._forks: dict[CallLane, Fork] = {}
+        self._paths: dict[CallLane, Path] = {}
+
+    def called(self, paths: Sequence[CallLane], place: int) -> Fork:
+        """See `CallRecords.called`."""
+        fork = Fork(place, place, [])
+        for path in paths:
+            record = self._path(path)
+            record.message = path.message.text
+            fork.paths.append(record)
+            self._forks[path] = fork
+            self._paths[path] = record
+        return fork
+
+    def joined(self, path: CallLane, start: int, end: int) -> None:
+        """See `CallRecords.joined`."""
+        fork = self._forks[path]
+        fork.start = start
+        fork.end = end
+
+    def ended(self, path: CallLane) -> None:
+        """See `CallRecords.ended`."""
+        record = self._paths[path]
+        tokens = path.tokens[1:]  # the first is the last of its prompt
+        record.text = text_of(tokens).decode(errors="replace")
+        record.tokens = ids(tokens)
+        record.ended_by = path.ended_by
+        record.returned = path.result

@@ -14,9 +14,15 @@ pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings(
 
 PLAN = "<Parallel>\n<Goal>\n<Outline>\n1: Cats\n</Outline>\n<Outline>\n2: Dogs\n</Outline>\n</Goal>"
 BRACKETS = {"region": ["[", "]"], "branch": ["(", ")"]}
+CALLS = {"call": ["[", "]"], "separator": "|", "joined": "{text}.", "around": ["<", ">"]}
+SETTINGS = {
+    "name": {"opening": PLAN},
+    "object": {"dialect": BRACKETS, "opening": "["},
+    "calls": {"dialect": CALLS, "opening": "[Cats|Dogs]"},
+}
 
 
-@pytest.mark.parametrize("settings", [{"opening": PLAN}, {"dialect": BRACKETS, "opening": "["}], ids=["name", "object"])
+@pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
 def test_a_request_over_http_streams_the_answer_and_each_path_under_its_name(settings: dict[str, Any]) -> None:
     settings = settings | {
         "generation_mode": "fork_join",

@@ -19,6 +19,7 @@ from workers import TOKENIZER, encode, small_model
 
 import hf_parallel
 from hf_parallel import Fork, ForkJoinOutput
+from hf_parallel.generation.call_dialects import CallDialect
 from hf_parallel.generation.dialects import DIALECTS, Dialect, SkeletonDialect
 from hf_parallel.generation.enabled import enabled
 from hf_parallel.training import ParallelExample, teacher_forced_logits
@@ -115,10 +116,17 @@ def test_a_model_that_writes_a_text_gives_this_text_and_its_forks(name: str, see
     assert not uncomputed or dialect.positions in ("reencode", "separate")
 
 
-def check_forks(tokens: list[int], forks: Sequence[Fork]) -> None:
-    """The paths of forks are their slices of the tokens."""
+def check_forks(tokens: list[int], forks: Sequence[Fork], are_calls: bool = False) -> None:
+    """The paths of forks are their slices of the tokens, unless these are what the paths have returned."""
     end = 0
     for fork in forks:
+        if are_calls:
+            assert 0 <= fork.start <= fork.end <= len(tokens)
+            for path in fork.paths:
+                assert path.ended_by
+                assert path.returned is None or path.returned in path.text
+                check_forks(path.tokens, path.forks, are_calls)
+            continue
         assert end <= fork.start < fork.end <= len(tokens)
         assert tokens[fork.start : fork.end] == [token for path in fork.paths for token in path.tokens]
         end = fork.end
@@ -156,7 +164,32 @@ def random_call(rng: random.Random) -> dict[str, Any]:
     if rng.random() < 0.3:
         settings["dialect"] = SkeletonDialect(c, ":", ".", b + b, rng.choice(["reencode", "rotate"]))
         settings |= {"opening": f"So{c}X:.\n{c}Y:.{b}{b}", "max_new_tokens": settings["max_new_tokens"] + 12}
+    elif rng.random() < 0.3:
+        settings |= random_calls(rng, a, b, c, d)
+        settings["max_new_tokens"] += 24
     return settings
+
+
+def random_calls(rng: random.Random, a: str, b: str, c: str, d: str) -> dict[str, Any]:
+    """Return settings of a dialect with calls, whose tags are single letters, and numbers."""
+    if rng.random() < 0.5:  # the text is written on beside its paths
+        dialect = CallDialect((f"{a}{{number}}", b), wait=f"{c}{{number}}", joined="{text}.", is_nested=True)
+        opening = f"So {a}1xy{b}{a}2x{b} and {rng.choice(['', f'{c}2'])}"
+        bias = {(ord(c),): 3.0, (ord("3"),): 3.0}
+    else:
+        dialect = CallDialect(
+            (a, b),
+            separator=d,
+            prompt=rng.choice(["{message}", "Do {message}: "]),
+            returned=rng.choice([("", ""), ("", c), (d, c)]),
+            joined=rng.choice(["{text}", "({number} {text})"]),
+            around=("/", "|"),
+            keeps_call=rng.random() < 0.5,
+            is_nested=rng.random() < 0.5,
+        )
+        opening = rng.choice(["", f"So {a}u{d}v{b}", f"Q {a}"])
+        bias = {(ord(a),): 4.0, (ord(b),): 4.0}
+    return {"dialect": dialect, "opening": opening, "sequence_bias": bias, "path_max_new_tokens": rng.choice([3, 10])}
 
 
 def check_random_call(model: Any, seed: int) -> int:
@@ -171,7 +204,7 @@ def check_random_call(model: Any, seed: int) -> int:
     for row, forks, length in zip(out.sequences.tolist(), out.forks, out.record.lengths, strict=True):
         tokens = row[ids.shape[1] : length]
         assert len(tokens) <= settings["max_new_tokens"]
-        check_forks(tokens, forks)
+        check_forks(tokens, forks, isinstance(settings["dialect"], CallDialect))
     check_logits(model, out)
     return sum(map(len, out.forks))
 

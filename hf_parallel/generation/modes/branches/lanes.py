@@ -76,10 +76,12 @@ class Lane(Row):
         self.stage = SKELETON if parent is None else BRANCHES
         self.opening = list(opening)
         self.tokens = list(opening)
+        self.num_shared = len(view) - 1  # blocks of the view that hold its prompt, or the text before its fork
         self.block_from = 0  # index of the first token of the last block of the view, computed or not
         self.text = text_of(opening)  # text since the last fork
         self.text_from = 0  # index of its first token, after the thinking
         self.num_samples: int = 0 if parent is None else parent.num_samples
+        self.num_inherited = self.num_samples  # tokens that its parent has sampled before it began
         self.steps = 0  # of its critical path
         self.fresh: list[Token] = []  # tokens that were sampled last, of joined paths after a join
         self.before = LogitsKey()  # of what it sees before `own`
@@ -87,6 +89,8 @@ class Lane(Row):
         self.num_computed = 0  # tokens of an ended path with keys and values
         self.open_fork: OpenFork | None = None
         self.paths: list[Lane] = []
+        self.calls: list[Lane] = []  # paths with prompts of their own that have not been joined
+        self.awaited: list[Lane] = []  # those of them for which it waits
         self.forks: list[Any] = []
         self.reader: Any = None  # of the text since the last fork
         self.thinking: ThinkingEnd | None = None  # while it writes text before the format
@@ -125,6 +129,14 @@ class Lane(Row):
         """The path whose text this lane writes, or None if it writes the answer's text."""
         return self.parent and (self.parent.path if self.is_rest else self)
 
+    def see(self, blocks: Sequence[Block]) -> None:
+        """Replace the blocks of the view before its own: more of them hold the same tokens, or they were computed."""
+        self.view = [*blocks, *self.view[self.num_shared :]]
+        if self._attached is not None:
+            view, block_from = self._attached
+            self._attached = [*blocks, *view[self.num_shared :]], block_from
+        self.num_shared = len(blocks)
+
     def own_blocks(self) -> list[Block]:
         """Return a path's blocks after the fork."""
         return [] if self.parent is None else list(self.view[len(self.parent.view) :])
@@ -133,7 +145,10 @@ class Lane(Row):
         """Return the lanes that write at present, of this one and its paths."""
         if self.paths:
             return [row for path in self.paths for row in path.writing()]
-        return [] if self.ended_by else [self]
+        lanes = [] if self.ended_by or self.awaited else [self]
+        for path in self.calls:
+            lanes += path.writing()
+        return lanes
 
     def append(self, tokens: Sequence[Token]) -> None:
         """Append tokens to the text, and make them pending."""

@@ -119,6 +119,7 @@ class BranchRun:
         self.stages = {name: StageStats() for name in stages}
         self.roots: list[Lane] = []
         self.leaves: list[Node] = []  # of the prompts, if they are not computed yet
+        self.prompt_nodes: list[Node] = []  # of all prompts
 
     # Hooks of a mode
 
@@ -161,6 +162,7 @@ class BranchRun:
         loop = self.loop
         with loop.running(), replaying(loop, self.config):
             self.leaves = yield from insert_prompts(call, cache)
+            self.prompt_nodes = self.leaves
             cache.nodes_to_prefill()  # allocates blocks
             for index, view in enumerate(cache.new_answers(self.leaves, self.capacity)):
                 root = Lane(Answer(index, call.max_new_tokens), index, view)
@@ -261,10 +263,8 @@ class BranchRun:
             self._end(lane, "eos" if token in self.call.eos_token_ids else "criterion")
         elif self._fork(lane, num_read):
             return False
-        elif path and path.parent and self.limit:
-            num_sampled = lane.num_samples - path.parent.num_samples
-            if num_sampled >= self.limit:
-                self._end(lane, "budget")
+        elif path and self.limit and lane.num_samples - path.num_inherited >= self.limit:
+            self._end(lane, "budget")
         return not lane.ended_by
 
     # The thinking
