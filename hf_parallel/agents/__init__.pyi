@@ -18,6 +18,10 @@ from hf_parallel.agents.errors import AgentError as AgentError
 from hf_parallel.agents.errors import BudgetExceededError as BudgetExceededError
 from hf_parallel.agents.errors import ReplayError as ReplayError
 from hf_parallel.agents.errors import ToolError as ToolError
+from hf_parallel.agents.messages import PeerMessage as PeerMessage
+from hf_parallel.agents.messages import PeerPath as PeerPath
+from hf_parallel.agents.messages import leap as leap
+from hf_parallel.agents.messages import pacore as pacore
 from hf_parallel.agents.models import Completion as Completion
 from hf_parallel.agents.models import Model as Model
 from hf_parallel.agents.run import AgentStats as AgentStats

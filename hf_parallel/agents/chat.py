@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from hf_parallel.agents.execution import current_frame, perform
+from hf_parallel.agents.models import Completion
 from hf_parallel.agents.state import digest
 from hf_parallel.generation.prompts import Message
 from hf_parallel.generation.validation import check_int, check_text
@@ -75,7 +76,7 @@ class Chat:
         messages = [dict(message) for message in self.messages]
 
         async def generate(key: str, is_choice: bool) -> str:
-            (text,) = await self._generate(key, messages, settings)
+            (text,) = (await self._generate(key, messages, settings)).texts
             if is_choice:
                 current_frame().state.text = text
             return text
@@ -104,14 +105,27 @@ class Chat:
             raise ValueError(f"num_return_sequences={num_return_sequences} differs from n={n}: give n alone")
 
         async def generate(key: str, is_choice: bool) -> list[str]:
-            return list(await self._generate(key, messages, settings))
+            return list((await self._generate(key, messages, settings)).texts)
 
         return await perform(f"sample {digest(messages, settings)}", generate)
 
+    async def complete(self, **settings: Any) -> Completion:
+        """Generate the next message, or continue the last one if it is the assistant's, without appending anything.
+
+        It is no choice. Returns the text with its cost in tokens.
+        """
+        messages = [dict(message) for message in self.messages]
+        settings = {**self.settings, **settings}
+
+        async def generate(key: str, is_choice: bool) -> Completion:
+            return await self._generate(key, messages, settings)
+
+        return await perform(f"complete {digest(messages, settings)}", generate)
+
     @staticmethod
-    async def _generate(key: str, messages: Sequence[Message], settings: Mapping[str, object]) -> tuple[str, ...]:
+    async def _generate(key: str, messages: Sequence[Message], settings: Mapping[str, object]) -> Completion:
         execution = current_frame().execution
         assert execution.state is not None
         completion = await execution.search.runtime.generate(execution, key, messages, settings)
         execution.state.tokens += completion.tokens
-        return completion.texts
+        return completion

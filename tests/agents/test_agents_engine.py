@@ -14,6 +14,8 @@ from hf_parallel.agents import (
     Runtime,
     agent,
     gather,
+    leap,
+    pacore,
 )
 from hf_parallel.engine import ContributionPolicy, Engine, LeastRecentlyUsed
 
@@ -66,6 +68,21 @@ def test_a_completion_may_use_a_mode(engine: Engine, mode: str, settings: dict[s
         yield text == chat.messages[-1]["content"]
 
     assert Runtime(engine).run(uses).value is True
+
+
+def test_paths_that_read_messages_share_what_their_conversations_have_in_common(engine: Engine) -> None:
+    @agent
+    async def talk() -> Any:
+        given: dict[str, Any] = {"do_sample": True, "max_new_tokens": 12}
+        chat = Chat("Rules. " * 20, **given).user("Q")
+        paths = await leap(chat, paths=3, interval=4, exchanges=2, summary_max_new_tokens=3)
+        yield await pacore(chat, (3, 2)), [len(path.messages) for path in paths]
+
+    runs = [Runtime(engine, seed=1).run(talk) for _ in range(2)]
+    assert runs[0].value == runs[1].value
+    stats = runs[0].stats
+    assert stats.completions >= 6 + 3
+    assert stats.reused_tokens > stats.prompt_tokens / 2
 
 
 def test_several_samples_are_one_request_with_the_same_texts_each_time(engine: Engine) -> None:

@@ -83,6 +83,22 @@ def test_recipe_from_scratch_trains_and_measures(
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("one_thread")
+def test_recipe_train_calls_trains_a_model_that_spawns_the_threads_that_a_question_needs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    module = import_recipe("train_calls", monkeypatch)
+    given = ["--steps=1000", "--problems=40", f"--output={tmp_path}"]
+    monkeypatch.setattr(sys, "argv", ["train_calls.py", *given])
+    module.main()
+    result = json.loads((tmp_path / "report.json").read_text())["result"]
+    assert result["spawned_as_asked"] >= 0.9
+    assert result["right"] >= 0.9
+    assert result["threads"] > 1
+    assert "spawned the threads of their lists" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("one_thread")
 def test_recipe_train_sums_lowers_the_loss_and_reports_all_workers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
