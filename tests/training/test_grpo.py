@@ -166,11 +166,14 @@ def test_losses_leave_an_enabled_model_its_own_attention(name: str, dropout: flo
     assert model.config._attn_implementation == before
 
 
+CALLS = {"call": ["[", "]"], "separator": "|", "joined": "{text}.", "around": ["<", ">"], "keeps_call": False}
 RUNS: dict[str, dict[str, Any]] = {
     "hogwild": {"num_workers": 2, "collaboration_prompt": "{names}", "finisher_tokens": 0},
     "pdos": {"format_prompt": "Go", "opening": "", "titles": ["a", "b"], "branch_max_new_tokens": 5},
     "fork_join": {"dialect": {"region": ["[", "]"], "branch": ["(", ")"]}, "opening": "[", "path_max_new_tokens": 5},
+    "calls": {"dialect": CALLS, "opening": "So [a|bc]", "path_max_new_tokens": 5},
 }
+"""Settings of a mode, or of `fork_join` with paths that return text."""
 
 
 def rollouts(mode: str, checkpoint: Path, **given: Any) -> tuple[Any, dict[str, Any]]:
@@ -178,7 +181,7 @@ def rollouts(mode: str, checkpoint: Path, **given: Any) -> tuple[Any, dict[str, 
     trainer = make_trainer(
         SharedPrefixGRPOTrainer,
         checkpoint,
-        rollout_func=make_rollout_func(mode, **RUNS[mode]),
+        rollout_func=make_rollout_func("fork_join" if mode == "calls" else mode, **RUNS[mode]),
         **{"max_completion_length": 60, "num_generations": 2, "per_device_train_batch_size": 4, **given},
     )
     return trainer, trainer._prepare_inputs(next(iter(trainer.get_train_dataloader())))

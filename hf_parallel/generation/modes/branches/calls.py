@@ -254,12 +254,11 @@ class CallRun(BranchRun):
         lane.steps = max(lane.steps, *(path.steps for path in paths))
         lane.stage = CONTINUATION if lane.parent is None else BRANCHES
         text = self.dialect.joined_text(returned)
-        encoded = encode_exactly(self.call.tokenizer, self._all_texts, text)
-        if encoded is None:
+        tokens = self._tokens_of(text)
+        if tokens is None:
             self._end(lane, "budget")
             lane.answer.fallback = f"the tokenizer cannot encode what the paths return, {text!r}"
             return
-        tokens = [Token(token, self.vocabulary.texts[token]) for token in encoded]
         own = lane.own
         kept = own
         if not self.dialect.keeps_call:
@@ -279,6 +278,18 @@ class CallRun(BranchRun):
         self.loop.table.extend(lane.index, ids(tokens))
         self.show(lane, text_of(tokens), "join")
         self.records.joined(paths[0], start, _length(lane))
+
+    def _tokens_of(self, text: str) -> list[Token] | None:
+        """Return the tokens of a text that paths return, or None if there are none."""
+        vocabulary = self._all_texts
+        tokens = encode(self.call.tokenizer, text)
+        is_known = all(0 <= token < len(vocabulary) for token in tokens)
+        if not is_known or vocabulary.decode(tokens) != text.encode():
+            fewest = encode_exactly(self.call.tokenizer, vocabulary, text)  # slow for a long text
+            if fewest is None:
+                return None
+            tokens = fewest
+        return [Token(token, self.vocabulary.texts[token]) for token in tokens]
 
     # Ends
 
