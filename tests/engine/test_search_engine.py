@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
+from collections import Counter
 
 import pytest
 import tiny
@@ -15,15 +16,26 @@ pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings(
 MODES = ("search", "search", "search", "best_of", "shared_prefix", None)
 
 
-@pytest.mark.parametrize(
-    ("name", "seeds", "count"),
-    [
-        ("llama", [0], 8),
-        *[pytest.param(name, range(1, 4), 16, marks=pytest.mark.slow) for name in ("llama", "gemma3_text", "lfm2")],
-    ],
-)
-def test_random_searches_with_faults_end_with_their_tokens(name: str, seeds: list[int], count: int) -> None:
+def run_searches(name: str, seed: int, count: int) -> Counter[str]:
+    """Run random requests, most of them searches, and a quarter more of them again; return how many ended how."""
     model = hf_parallel.enable(copy.deepcopy(tiny.build(name)), batch_invariant=True)
-    for seed in seeds:
-        ends = run_with_faults(model, random.Random(f"search {name} {seed}"), count, MODES, True)
-        assert ends["ended"]
+    return run_with_faults(model, random.Random(f"search {name} {seed}"), count, MODES, True, simple=0.0)
+
+
+def test_random_searches_with_faults_end_with_their_tokens() -> None:
+    ends = run_searches("llama", 0, 8)
+    assert ends["ended search"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["llama", "gemma3_text", "lfm2"])
+def test_hundreds_of_searches_with_faults_end_with_their_tokens(name: str) -> None:
+    """Of all models 510 requests, with budgets and cancellations."""
+    ends: Counter[str] = Counter()
+    for seed in range(1, 11):
+        ends += run_searches(name, seed, count=14)
+    assert ends["ended"] + ends["cancelled"] + ends["raised"] == 170
+    assert ends["ended search"] > 30
+    assert ends["cancelled"]
+    assert ends["raised"]
+    assert ends["preemptions"]

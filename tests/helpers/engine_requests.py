@@ -184,16 +184,24 @@ def needed_bytes(model: PreTrainedModel, cases: Sequence[Case], **limits: Any) -
 
 
 def run_with_faults(
-    model: PreTrainedModel, rng: random.Random, count: int, modes: Sequence[str | None], same_bits: bool = False
+    model: PreTrainedModel,
+    rng: random.Random,
+    count: int,
+    modes: Sequence[str | None],
+    same_bits: bool = False,
+    simple: float = 0.5,
 ) -> Counter[str]:
     """Run random requests with faults at once, whose prompts are prefixes of each other; return how many ended how.
+
+    With probability `simple`, all are completions, whatever `modes` says: requests of other modes may need much more
+    memory than others at the same budget.
 
     Each that ends well has the tokens that it gets alone, and with `same_bits` the bits of their log-probabilities. The
     engine's limits are random; its budget holds the largest request, or not much more, so that others are preempted.
     Raises `AssertionError` for wrong tokens, and `TimeoutError` for a request that is stuck.
     """
     prompts = nested_prompts(rng, count, scale=rng.choice([1, 4]))
-    if rng.random() < 0.5:  # other modes may need much more than others at the same budget
+    if rng.random() < simple:
         modes = (None, "shared_prefix")
     cases = [case_of(torch.tensor([prompt]), rng, modes) for prompt in prompts]
     cases += rng.choices(cases, k=count // 4)  # the same again
@@ -226,6 +234,7 @@ def run_with_faults(
                         handle.result(0.001)
                 outputs[-1] = handle.result(WAIT)
                 ends["ended"] += 1
+                ends[f"ended {case.mode}"] += 1
             except RequestCancelledError:
                 assert fault.kind == "cancelled"
                 ends["cancelled"] += 1
