@@ -62,7 +62,7 @@ def test_the_smallest_form_measures_everything(name: str, tmp_path: Path, monkey
     monkeypatch.setattr(measure, "PAGE", 16)
     monkeypatch.setattr(engine, "question", lambda tokenizer, n: [4 + n % 50, 5 + n // 50 % 50])  # a short one
     given = ["--quick", "--output", str(tmp_path / "new" / "report.json")]
-    given += [] if name in ("hybrids", "agents_cache") else ["--model", str(tmp_path / "model")]
+    given += [] if name in ("hybrids", "agents_cache", "search") else ["--model", str(tmp_path / "model")]
     if name == "gpu":  # Triton reads a variable when it is imported
         given = ["--toy", "--seed", "0", "--budget-seconds", "3600", "--out", str(tmp_path / "new")]
         subprocess.run([sys.executable, "-m", "benchmarks.gpu", *given], cwd=ROOT, check=True, timeout=3600)
