@@ -1,6 +1,7 @@
-"""Loads the C kernels, compiled once per machine by its own C compiler.
+"""Loads the C kernels: those of a wheel, else compiled once per machine by its own C compiler.
 
-Without a compiler, PyTorch and oneDNN compute the same, more slowly. `HF_PARALLEL_NATIVE=0` disables the kernels.
+Without either, PyTorch and oneDNN compute the same, more slowly. `HF_PARALLEL_NATIVE=0` disables the kernels, and
+`HF_PARALLEL_NATIVE=compile` has them compiled although the wheel brings some.
 """
 
 from __future__ import annotations
@@ -25,11 +26,13 @@ from torch import Tensor
 from transformers.utils import logging
 
 from hf_parallel.files import cache_folder
+from hf_parallel.kernels import prebuilt
 from hf_parallel.kernels.library import compiled, load
 from hf_parallel.kernels.storage import FIRST_QUANTIZED, QuantizedStorage, storage_row
 from hf_parallel.kernels.tiles import Tiles
 
 NATIVE_VARIABLE = "HF_PARALLEL_NATIVE"
+NATIVE_CHOICES = ("", "0", "1", "compile")
 MAX_ROWS = 1024  # query rows per KV head up to which attention was measured to be faster than PyTorch without AVX2
 PACKINGS = {"F32": (4, 1), "BF16": (2, 1), "F16": (2, 1), "Q4_0": (18, 32), "Q4_1": (20, 32), "Q8_0": (34, 32)}
 PACKINGS |= {"Q4_K": (144, 256), "Q5_K": (176, 256), "Q6_K": (210, 256)}
@@ -45,8 +48,8 @@ ACTIVATIONS = ("silu", "gelu_tanh", "sigmoid", "softplus")
 _NUMBERS = {packing: number for number, packing in enumerate(PACKINGS)}
 _OMP_PAUSE_SOFT = 1
 _MIN_SCORES_PER_KEPT = 16  # scores for each that `keep_top_k` keeps: it is meant for a few of many
-_FLAGS = ("-O3", "-march=native", "-ffp-contract=off", "-fPIC", "-shared", "-fopenmp")
-_SOURCES = tuple(sorted(Path(__file__).parent.glob("cpu_*.c")))
+_FLAGS = (*prebuilt.FLAGS, "-march=native", "-shared")
+_SOURCES = prebuilt.SOURCES
 _logger = logging.get_logger(__name__)
 
 Rotation = tuple[tuple[Tensor, Tensor], bool] | None
@@ -390,14 +393,27 @@ def release_threads() -> None:
     While two threads of a process have such threads, GCC's OpenMP lets idle ones sleep at once, and waking them takes
     longer than most operations of a decode step.
     """
-    pause = getattr(_library(), "omp_pause_resource_all", None)  # OpenMP 5.0
+    library = _library()
+    pause = getattr(library, "omp_pause_resource_all", None)  # OpenMP 5.0
+    if pause is None and library is not None and os.name == "posix":
+        pause = getattr(ctypes.CDLL(None), "omp_pause_resource_all", None)  # a wheel's library uses PyTorch's OpenMP
     if pause is not None:
         pause(_OMP_PAUSE_SOFT)
 
 
 def unavailable_reason() -> str:
-    """Return why the compiled kernels are not available, empty if they are. Compiles them if necessary."""
+    """Return why the compiled kernels are not available, empty if they are. Compiles them if necessary.
+
+    Raises `ValueError` if `HF_PARALLEL_NATIVE` is unknown.
+    """
     return _load()[1]
+
+
+def is_prebuilt() -> bool:
+    """Whether the kernels are those of the installed wheel; False: they were compiled here, or are not available."""
+    library = _compiled_library()
+    path = prebuilt.find(_processor().split())
+    return library is not None and path is not None and library._name == str(path)
 
 
 def run_program(program: ctypes.Array[Any], length: int, values: ctypes.Array[Any], tokens: int, threads: int) -> int:
@@ -462,10 +478,13 @@ def _compiled_library() -> ctypes.CDLL | None:
 
 @lru_cache
 def _load() -> tuple[ctypes.CDLL | None, str]:
-    if os.environ.get(NATIVE_VARIABLE) == "0":
+    choice = os.environ.get(NATIVE_VARIABLE, "")
+    if choice not in NATIVE_CHOICES:
+        raise ValueError(f"{NATIVE_VARIABLE} must be one of {NATIVE_CHOICES}, got {choice!r}")
+    if choice == "0":
         return None, f"{NATIVE_VARIABLE}=0 disables them"
     try:
-        library = _open()
+        library = (None if choice == "compile" else _open_prebuilt()) or _open()
     except (OSError, RuntimeError, subprocess.SubprocessError) as error:
         return None, str(error)
     size = ctypes.c_int64
@@ -499,6 +518,18 @@ def _load() -> tuple[ctypes.CDLL | None, str]:
     library.keep_top_k.argtypes = [*[pointer] * 3, size, size, ctypes.c_int]
     library.keep_top_k.restype = ctypes.c_int
     return library, ""
+
+
+def _open_prebuilt() -> ctypes.CDLL | None:
+    """Load the library of the installed wheel for this processor; None if it has none that can be loaded here."""
+    path = prebuilt.find(_processor().split())
+    if path is None:
+        return None
+    try:
+        return ctypes.CDLL(str(path))
+    except OSError as error:  # an older glibc, or a PyTorch without OpenMP
+        _logger.info(f"the C kernels of the wheel cannot be loaded, and are compiled: {error}")
+        return None
 
 
 def _open() -> ctypes.CDLL:
