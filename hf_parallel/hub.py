@@ -38,6 +38,7 @@ WEIGHTS = (
     *("model.safetensors", "model.safetensors.index.json", "model-?????-of-?????.safetensors"),
     *("adapter_config.json", "adapter_model.safetensors"),
 )
+INSTALL = "hf_parallel is not on PyPI: install its wheel, or run `pip install .` in a clone of its repository"
 EXAMPLE_MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
 _HUB_ARGUMENTS = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token")
 CODE_TEMPLATE = Path(__file__).with_name("hub_generate.txt")
@@ -215,7 +216,8 @@ def _write(folder: Path, name: str, config: ParallelConfig, model: Any, tokenize
     (folder / GENERATE).parent.mkdir()
     code = CODE_TEMPLATE.read_text(encoding="utf-8").format(mark=MARK, mode=config.mode, settings=settings)
     (folder / GENERATE).write_text(code, encoding="utf-8")
-    (folder / REQUIREMENTS).write_text(f"hf_parallel>={version('hf_parallel')}\n", encoding="utf-8")
+    requirements = f"# {INSTALL}\nhf_parallel>={version('hf_parallel')}\n"  # transformers passes over the comment
+    (folder / REQUIREMENTS).write_text(requirements, encoding="utf-8")
     # The code of the README takes a model or tokenizer that is not exported from elsewhere.
     arguments = config.traits.example_arguments
     if model is None:
@@ -223,6 +225,7 @@ def _write(folder: Path, name: str, config: ParallelConfig, model: Any, tokenize
     template = Environment(trim_blocks=True, keep_trailing_newline=True).from_string(CARD_TEMPLATE.read_text("utf-8"))
     card = template.render(
         mark=CARD_MARK,
+        install=INSTALL,
         name=json.dumps(name),
         config=config,
         summary=(type(config).__doc__ or "").split("\n")[0],
