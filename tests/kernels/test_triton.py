@@ -31,6 +31,7 @@ __test__ = os.environ.get("TRITON_INTERPRET") == "1"
 if __test__:
     import interpreter  # noqa: F401
 
+    from hf_parallel.kernels.triton import attend as triton_attend
     from hf_parallel.kernels.triton import attention as triton_backend
     from hf_parallel.kernels.triton import launch as launches
     from hf_parallel.kernels.triton.launch import AttendLaunch, Tiling
@@ -116,9 +117,9 @@ def test_many_queries_are_merged_several_heads_per_program(
 ) -> None:
     """With the same results, for more partial results than are loaded together, and zeros for padded queries."""
     tape: list[Callable[[], None]] = []
-    merge = Captured(triton_backend.merge_heads_kernel, tape)
-    monkeypatch.setattr(triton_backend, "merge_heads_kernel", merge)
-    monkeypatch.setattr(triton_backend, "MERGED_BY_HEAD", 2 * heads)
+    merge = Captured(triton_attend.merge_heads_kernel, tape)
+    monkeypatch.setattr(triton_attend, "merge_heads_kernel", merge)
+    monkeypatch.setattr(triton_attend, "MERGED_BY_HEAD", 2 * heads)
     scene = workers(Features(groups=heads, value_dim=13, sinks=sinks), 3, 1)
     check(scene)
     assert len(tape) == 1

@@ -29,6 +29,7 @@ from triton import knobs  # noqa: E402
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
+from hf_parallel.kernels.triton import attend as triton_attend  # noqa: E402
 from hf_parallel.kernels.triton import attention as triton_attention  # noqa: E402
 from hf_parallel.kernels.triton import launch  # noqa: E402
 from hf_parallel.kernels.triton import sampling as triton_sampling  # noqa: E402
@@ -136,7 +137,11 @@ def resources(cubin: bytes, folder: Path) -> dict[str, int]:
 def recorders(monkeypatch: pytest.MonkeyPatch) -> dict[str, Recorder]:
     """Recorders that replace all kernels, by name."""
     found = {}
-    kernels = {triton_attention: ("attend", "merge", "merge_heads", "append", "move"), launch: ("advance",)}
+    kernels = {
+        triton_attend: ("attend", "merge", "merge_heads"),
+        triton_attention: ("append", "move"),
+        launch: ("advance",),
+    }
     for module, names in kernels.items():
         for name in names:
             found[name] = Recorder(getattr(module, f"{name}_kernel"))
@@ -266,7 +271,7 @@ def test_other_kernels_compile(
     name: str, capability: int, recorders: dict[str, Recorder], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     if name == "merge_heads":
-        monkeypatch.setattr(triton_attention, "MERGED_BY_HEAD", 0)
+        monkeypatch.setattr(triton_attend, "MERGED_BY_HEAD", 0)
     attend(Case(torch.bfloat16, 128))
     made = recorders[name].compiled(capability)
     used = resources(made.asm["cubin"], tmp_path)

@@ -29,6 +29,7 @@ __test__ = os.environ.get("TRITON_INTERPRET") == "1"
 if __test__:
     import interpreter  # noqa: F401
 
+    from hf_parallel.kernels.triton import attend as triton_attend
     from hf_parallel.kernels.triton import attention as triton_attention
 
 
@@ -58,7 +59,8 @@ class Graphs:
         monkeypatch.setenv(BACKEND_VARIABLE, "triton")
         monkeypatch.setattr(DecodeGraphs, "__init__", remember)
         monkeypatch.setattr(DecodeGraphs, "supports", staticmethod(lambda model, device: True))
-        monkeypatch.setattr(triton_attention, "launch_for", as_captured)
+        for module in (triton_attend, triton_attention):
+            monkeypatch.setattr(module, "launch_for", as_captured)
         monkeypatch.setattr(graph, "capture_graph", self._record)
 
     def _record(self, function: Callable[[], torch.Tensor], *_: Any) -> CapturedGraph:

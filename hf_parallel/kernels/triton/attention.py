@@ -14,14 +14,11 @@ from hf_parallel.kernels.plan import AttentionParams, AttentionPlan
 from hf_parallel.kernels.rope import RotarySpec
 from hf_parallel.kernels.storage import QuantizedStorage, TokenRange, storage_row
 from hf_parallel.kernels.torch_attention import TorchBackend
+from hf_parallel.kernels.triton.attend import attend
 from hf_parallel.kernels.triton.invariant.parts import attend_parts
-from hf_parallel.kernels.triton.kernels import attend_kernel, merge_heads_kernel, merge_kernel
 from hf_parallel.kernels.triton.launch import (
-    AttendLaunch,
     LayerShape,
     WriteLaunch,
-    block_size,
-    bucket,
     dim_constants,
     frequencies,
     launch_for,
@@ -31,11 +28,7 @@ from hf_parallel.kernels.triton.storage_kernels import append_kernel, move_kerne
 
 MAX_RUN = 64  # new tokens of a row above which FlashAttention (torch backend) is faster
 MAX_DIM = 512  # with larger heads a tile would not fit into registers
-_NO_WINDOW = 1 << 30
 _TOKENS_PER_PROGRAM = 16  # stored or moved
-PARTS_PER_STEP = 16  # partial results merged at once
-MERGED_BY_HEAD = 8192  # results up to which a program merges one head of a query; two waves of programs on a large GPU
-_HEADS_PER_MERGE = 8  # by one program otherwise
 
 
 def unsupported_reason(keys: Tensor, values: Tensor) -> str:
@@ -87,9 +80,10 @@ class TritonBackend(TorchBackend):
             leads = values
             values = keys
         stored = keys, values, leads, keys
+        in_8_bits = None
         if quantized is not None:
             in_8_bits = quantized.keys, quantized.values, quantized.values, quantized.scales
-        tokens, heads, dim = query.shape
+        _, heads, dim = query.shape
         shape = LayerShape(
             groups=heads // params.num_kv_heads,
             num_kv_heads=params.num_kv_heads,
@@ -105,39 +99,7 @@ class TritonBackend(TorchBackend):
         if params.batch_invariant:
             sums = attend_parts(query, keys, values, leads, plan, params, shape)
             return sums if latent is None else latent.project(sums)
-        max_tokens = bucket(tokens)
-        launch = launch_for(plan, (shape, max_tokens), lambda: AttendLaunch(plan, shape, max_tokens))
-        if query.stride(-1) != 1:
-            query = query.contiguous()
-        out = query.new_empty(tokens, heads, shape.value_dim)
-        scalars = (
-            shape.num_kv_heads,
-            params.scale,
-            params.softcap or 0.0,
-            shape.window or _NO_WINDOW,
-            shape.chunk or 1,
-        )
-        with on_device(query.device):
-            for grid, tensors, constants in launch.calls:
-                attend_kernel[grid](
-                    query, *(in_8_bits if constants["QUANTIZED"] else stored), *tensors, *query.stride()[:2], *scalars,
-                    SOFTCAP=params.softcap is not None, **constants,
-                )  # fmt: skip
-            partial = launch.part_out, launch.part_lse, launch.buffers["merge_start"], launch.buffers["merge_slot"]
-            sinks = launch.part_lse if params.sinks is None else params.sinks
-            constants = {
-                "DIM_V": shape.value_dim,
-                "BLOCK_V": block_size(shape.value_dim),
-                "SINKS": params.sinks is not None,
-            }
-            if tokens * heads <= MERGED_BY_HEAD:
-                merge_kernel[(tokens, heads)](
-                    *partial, sinks, out, heads, **constants, BLOCK_S=PARTS_PER_STEP, num_warps=2
-                )
-            else:
-                merge_heads_kernel[(tokens, -(-heads // _HEADS_PER_MERGE))](
-                    *partial, sinks, out, heads, **constants, BLOCK_H=_HEADS_PER_MERGE, num_warps=4
-                )
+        out = attend(query, stored, plan, params, shape, in_8_bits)
         return out if latent is None else latent.project(out)
 
     def append(self, keys: Tensor, values: Tensor, new_keys: Tensor, new_values: Tensor, plan: AttentionPlan) -> None:
