@@ -9,6 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import tiny
 import torch
 from ascii_tokenizer import AsciiTokenizer
 from engine_requests import MODES, Case, assert_nothing_is_held, random_case, random_prefixes, submit_all
@@ -20,6 +21,7 @@ import hf_parallel
 from hf_parallel.engine import Engine, KVBudgetError, RequestCancelledError
 
 PROMPT = torch.tensor([AsciiTokenizer()("Once upon a time")["input_ids"]])
+MAX_KV_BYTES = 60_000
 
 
 def sequences(model: Any, modes: Sequence[str] = BUILT_IN) -> dict[str, list[list[int]]]:
@@ -37,6 +39,12 @@ def random_requests(rng: random.Random) -> list[Case]:
     """Return requests in all modes."""
     prefixes = random_prefixes(rng, 4, 40)
     return [random_case(rng, prefixes, (*MODES, "fork_join")) for _ in range(12)]
+
+
+def crowd() -> list[Case]:
+    """Return requests that together need more keys and values than `MAX_KV_BYTES`, whatever their order."""
+    prompts = [torch.arange(first, first + 40)[None] for first in (32, 42, 52, 62)]
+    return [Case(prompt, "shared_prefix", {"max_new_tokens": 60, "pad_token_id": tiny.PAD}) for prompt in prompts]
 
 
 def load_part(path: str, kind: str) -> Any:
@@ -60,13 +68,15 @@ def generate_on_rank(path: str, results: str, kind: str) -> None:
     found["unseeded"] = [model.generate(PROMPT, **sampled).tolist() for _ in range(2)]
     rank, rng = torch.distributed.get_rank(), random.Random(1)
     requests = random_requests(rng)
-    with Engine(model, AsciiTokenizer(), max_kv_bytes=60_000, max_batch_tokens=64) as engine:
+    with Engine(model, AsciiTokenizer(), max_kv_bytes=MAX_KV_BYTES, max_batch_tokens=64) as engine:
         if engine.leads:
             found["requests"] = [None for _ in requests]
             for index, handle in enumerate(submit_all(engine, requests, rng)):
                 if handle is not None:
                     with suppress(RequestCancelledError, KVBudgetError):
                         found["requests"][index] = handle.result(600).sequences.tolist()
+            together = [engine.prepare(case.prompt, case.mode, **case.arguments) for case in crowd()]
+            found["crowd"] = [handle.result(600).sequences.tolist() for handle in engine.submit_together(together)]
             found["preemptions"] = engine.stats.preemptions
             assert_nothing_is_held(engine)
         else:

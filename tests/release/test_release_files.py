@@ -16,11 +16,14 @@ from hf_parallel.kernels import native
 ROOT = Path(__file__).parents[2]
 WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
 FORMS = sorted((ROOT / ".github" / "ISSUE_TEMPLATE").glob("*_*.yml"))
-TARGETS = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
 
 
 def read(path: Path) -> Any:
     return yaml.safe_load(path.read_text())
+
+
+def make_targets() -> set[str]:
+    return set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
 
 
 def name_of(path: Path) -> str:
@@ -76,7 +79,7 @@ def test_a_workflow_has_few_rights_and_steps_that_exist(path: Path) -> None:
         assert re.search(r"^[\w./-]+@(v\d+|release/v\d+)$", step.get("uses", "a@v1")), step
         command = step.get("run", "")
         for target in re.findall(r"\bmake (\w[\w-]*)", command):
-            assert target in TARGETS, step
+            assert target in make_targets(), step
         for script in re.findall(r"(?:^| )(\.ci/\w+)", command):
             assert (ROOT / script).stat().st_mode & 0o111, step
 
@@ -148,7 +151,7 @@ def test_paths_and_commands_of_a_page_exist(name: str) -> None:
     for link in re.findall(r"\]\(([\w./]+)(?:#[\w-]*)?\)", text):
         assert (ROOT / link).exists(), link
     for target in re.findall(r"^    make ([\w-]+)", text, re.MULTILINE):
-        assert target in TARGETS, target
+        assert target in make_targets(), target
 
 
 def test_the_page_for_agents_is_short() -> None:
