@@ -13,7 +13,9 @@ import torch
 from torch import nn
 from torch.nn import functional
 from transformers.activations import ACT2FN
+from transformers.models.deepseek_v2.modeling_deepseek_v2 import apply_rotary_emb as rotate_complex
 from transformers.models.llama import modeling_llama as llama
+from transformers.models.llama4.modeling_llama4 import apply_rotary_emb as rotate_complex_by_token
 from transformers.pytorch_utils import Conv1D
 
 import hf_parallel
@@ -328,6 +330,45 @@ def test_a_rotary_function_is_recognised_for_each_size_of_heads(layer: nn.Module
             assert fast_modules(layer)
             for found, result in zip(layer(*inputs), expected, strict=True):
                 torch.testing.assert_close(found, result)
+
+
+class ComplexRotation(nn.Module):
+    def __init__(self, by_head: bool) -> None:
+        super().__init__()
+        self.by_head = by_head
+
+    def forward(self, q: torch.Tensor, k: torch.Tensor, rotation: torch.Tensor) -> Any:
+        return rotate_complex(q, k, rotation)
+
+
+class ComplexRotationByToken(ComplexRotation):
+    def forward(self, q: torch.Tensor, k: torch.Tensor, rotation: torch.Tensor) -> Any:
+        return rotate_complex_by_token(q, k, rotation)
+
+
+@compiled
+@pytest.mark.usefixtures("in_a_pass")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("layer", [ComplexRotation(True), ComplexRotationByToken(False)])
+def test_complex_rotations_have_the_same_bits_for_any_number_of_tokens(layer: Any, dtype: torch.dtype) -> None:
+    tokens_dim = 2 if layer.by_head else 1
+    heads = [torch.randn(1, number, 200, 8) if layer.by_head else torch.randn(1, 200, number, 8) for number in (4, 1)]
+    q, k = (x.to(dtype) for x in heads)
+    rotation = torch.polar(torch.ones(1, 200, 4), torch.rand(1, 200, 4))
+
+    def in_parts(size: int) -> list[torch.Tensor]:
+        parts = [x.split(size, dim) for x, dim in ((q, tokens_dim), (k, tokens_dim), (rotation, 1))]
+        rotated = [layer(*part) for part in zip(*parts, strict=True)]
+        return [torch.cat(of_parts, tokens_dim) for of_parts in zip(*rotated, strict=True)]
+
+    plain = in_parts(200)
+    with fast_layers(layer):
+        whole = in_parts(200)
+        for size in (1, 7):
+            assert all(map(torch.equal, in_parts(size), whole))
+        with torch.enable_grad():  # as a trainer
+            assert all(map(torch.equal, in_parts(200), whole))
+    torch.testing.assert_close(whole, plain)
 
 
 @compiled

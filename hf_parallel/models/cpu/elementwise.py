@@ -28,7 +28,10 @@ from hf_parallel.models.intercept.functions import with_other_globals
 from hf_parallel.models.intercept.modules import Forward, replaced_forwards
 
 RotaryFunction = Callable[..., Any]
-"""`(q, k, cos, sin)` -> rotated queries and keys; a function, or a module that `kernels` has made of one."""
+"""`(q, k, cos, sin)`, or `(q, k, cos + i sin)` -> rotated queries and keys.
+
+A function, or a module that `kernels` has made of one.
+"""
 _norms: dict[object, Forward | None] = {}  # by class and settings: compiled layers share a graph if they share these
 _activations: dict[object, Forward | None] = {}  # likewise
 _VALUES = (bool, int, float, str, type(None), torch.dtype)
@@ -70,7 +73,7 @@ def _with_fast_functions(forward: object) -> Forward | None:
     def replacement(value: Any) -> Any:
         if isinstance(value, ModuleType):
             return with_gates(value) if has_gates else None
-        return _fast_rotary(value)
+        return _fast_rotary(value) or _fast_complex_rotary(value)
 
     return with_other_globals(forward, replacement)
 
@@ -273,6 +276,77 @@ def _rotary_style(plain: RotaryFunction, heads: int, kv_heads: int, dim: int) ->
         if _are_equal(expected, native.rotate_heads(q, k, cos, sin, style)):
             return style
     return None
+
+
+@lru_cache(maxsize=1024)
+def _fast_complex_rotary(plain: RotaryFunction) -> RotaryFunction | None:
+    """Return a function that rotates adjacent pairs as complex numbers do; None if `plain` does something else.
+
+    PyTorch's product of complex numbers has other bits for contiguous tensors than for others, so that those of a token
+    depend on how many a pass has.
+    """
+    if _num_required(plain) != 3:
+        return None
+    is_by_head = {by_head for by_head in (True, False) if _rotates_as_complex(plain, by_head)}
+    if len(is_by_head) != 1:
+        return None
+    (by_head,) = is_by_head
+
+    def fast(q: torch.Tensor, k: torch.Tensor, rotation: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        is_pass = not torch.compiler.is_compiling() and pass_library.get()
+        if not is_pass or args or kwargs or not _is_complex_rotation(q, k, rotation, by_head):
+            return plain(q, k, rotation, *args, **kwargs)
+        return _rotate_as_complex(q, k, rotation, by_head)
+
+    return fast
+
+
+def _is_complex_rotation(q: torch.Tensor, k: torch.Tensor, rotation: torch.Tensor, by_head: bool) -> bool:
+    """Whether the arguments are heads on the CPU, and `[1, T, head_dim / 2]` complex numbers that rotate them."""
+    if len(q.shape) != 4 or len(k.shape) != 4 or rotation.dtype != torch.complex64 or rotation.device.type != "cpu":
+        return False
+    shape = 1, q.shape[2 if by_head else 1], q.shape[3] // 2
+    return rotation.shape == shape and len(q) == len(k) == 1 and q.device == k.device == rotation.device
+
+
+def _rotate_as_complex(
+    q: torch.Tensor, k: torch.Tensor, rotation: torch.Tensor, by_head: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rotate adjacent pairs of `q` and `k`, `[1, heads, T, head_dim]`, or `[1, T, heads, head_dim]`, in float32.
+
+    The kernel, and PyTorch where gradients are recorded, compute the same bits: each product and sum is rounded.
+    """
+    cos = rotation.real
+    sin = rotation.imag
+    if torch.is_grad_enabled():
+        heads_dim = 1 if by_head else 2
+        cos = cos.unsqueeze(heads_dim)
+        sin = sin.unsqueeze(heads_dim)
+        return _rotate_pairs(q, cos, sin), _rotate_pairs(k, cos, sin)
+    cos = cos.repeat_interleave(2, dim=-1)
+    sin = sin.repeat_interleave(2, dim=-1)
+    if by_head:
+        rotated_q, rotated_k = native.rotate_heads(q.float(), k.float(), cos, sin, interleaved=True)
+        return rotated_q.type_as(q), rotated_k.type_as(k)
+    transposed = q.float().transpose(1, 2), k.float().transpose(1, 2)
+    rotated_q, rotated_k = native.rotate_heads(*transposed, cos, sin, interleaved=True)
+    return rotated_q.transpose(1, 2).type_as(q), rotated_k.transpose(1, 2).type_as(k)
+
+
+def _rotate_pairs(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    first, second = x.float().unflatten(-1, (-1, 2)).unbind(-1)
+    rotated = torch.stack((first * cos - second * sin, second * cos + first * sin), dim=-1)
+    return rotated.flatten(-2).type_as(x)
+
+
+def _rotates_as_complex(plain: RotaryFunction, by_head: bool) -> bool:
+    generator = torch.Generator().manual_seed(0)
+    shapes = ((1, 4, 3, 16), (1, 2, 3, 16)) if by_head else ((1, 3, 4, 16), (1, 3, 2, 16))
+    q, k = (torch.randn(shape, generator=generator, dtype=torch.float32) for shape in shapes)
+    rotation = torch.randn(1, 3, 8, generator=generator, dtype=torch.complex64)
+    expected = _outcome(partial(plain, q, k, rotation))
+    with torch.no_grad():
+        return _are_equal(expected, _rotate_as_complex(q, k, rotation, by_head))
 
 
 # Comparisons
