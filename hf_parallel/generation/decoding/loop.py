@@ -148,7 +148,7 @@ class DecodeLoop:
             num_steps = self._steps_to_stand(active) if may_stand and active else 0
             if num_steps > 1:
                 sink = self.call.host.sink
-                standing = Standing(self.cache, self.sampler, active, num_steps, self.stats, sink)
+                standing = Standing(self.cache, self.sampler, active, num_steps, sink)
                 try:
                     next_tokens = yield standing
                 finally:
@@ -193,6 +193,8 @@ class DecodeLoop:
         """Record what rows have got while they stood."""
         num_steps, log_probs = standing.settle()
         self.call.record.passes += num_steps
+        self.stats.forward_passes += num_steps
+        self.stats.decoded_tokens += num_steps * len(standing.rows)
         if num_steps and self.call.generation_config.return_dict_in_generate:
             self.call.record.log_probs.append((tuple(standing.output_rows) * num_steps, log_probs))
 

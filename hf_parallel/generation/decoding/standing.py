@@ -12,7 +12,6 @@ from hf_parallel.cache import BlockCache, Segment
 from hf_parallel.generation.decoding.rows import Row
 from hf_parallel.generation.sampling.log_probs import LogProbs, LogProbSteps
 from hf_parallel.generation.sampling.sampler import Sampler, SamplingTask
-from hf_parallel.generation.stats import GenerationStats
 from hf_parallel.kernels import to_device
 
 
@@ -110,8 +109,8 @@ class Standing:
     """Rows of a call that stand, until one of them ends or for `num_steps` tokens: a want of its run.
 
     In each step, a row appends its last token to the last block of its view, and samples the next. The table in which
-    they stand counts the steps in `stats`, and writes the tokens to `sink`, if there is one. `settle` gives the rows
-    their last tokens, and the sampler's `TokenTable` all of them; if `reads_tokens`, this has them after each step.
+    they stand writes the tokens to `sink`, if there is one. `settle` gives the rows their last tokens, and the
+    sampler's `TokenTable` all of them; if `reads_tokens`, this has them after each step.
     """
 
     def __init__(
@@ -120,13 +119,11 @@ class Standing:
         sampler: Sampler,
         rows: Sequence[Row],
         num_steps: int,
-        stats: GenerationStats,
         sink: TokenSink | None,
     ) -> None:
         self.cache = cache
         self.rows = rows
         self.num_steps = num_steps
-        self.stats = stats
         self.sink = sink
         self.task = SamplingTask(sampler, [row.index for row in rows])
         self.segments = [Segment(tuple(row.current_view()), 1) for row in rows]

@@ -8,7 +8,7 @@ import torch
 
 from hf_parallel.cache import BlockCache, Segment
 from hf_parallel.cache.batch import with_parts
-from hf_parallel.generation.decoding.standing import Standing, TableSteps
+from hf_parallel.generation.decoding.standing import Standing, TableSteps, TokenSink
 from hf_parallel.generation.decoding.wants import Pass
 from hf_parallel.generation.sampling.parts import Part
 from hf_parallel.generation.sampling.sampler import SamplingBatch, cannot_draw
@@ -31,6 +31,10 @@ class DecodeTable:
         self._end_tokens: list[frozenset[int]] = []  # by row
         self._every_end_token: frozenset[int] = frozenset()
         self._member_of: list[int] = []  # by row
+        self._sinks: list[tuple[int, slice, TokenSink, list[int]]] = []
+        """Each member with a sink: its index, rows, sink, and the rows of its output."""
+        self._sinks_of_one: list[tuple[int, int, TokenSink, int]] = []
+        """Those of one row, whose tokens are written faster."""
         self._readers: set[int] = set()  # members that read the tokens of each step
         self._last_steps: dict[int, list[int]] = {}  # members by the number of their last step, counted with this table
 
@@ -50,12 +54,18 @@ class DecodeTable:
         self._steps = TableSteps()
         self._end_tokens = []
         self._member_of = []
+        self._sinks = []
+        self._sinks_of_one = []
         self._readers = set()
         self._last_steps = {}
         for index, (member, rows) in enumerate(zip(members, self._batch.parts, strict=True)):
             member.steps.enter(self._steps, rows.start)
             self._end_tokens += [member.task.sampler.row_criteria.end_tokens] * len(member.rows)
             self._member_of += [index] * len(member.rows)
+            if member.sink is not None and len(member.output_rows) == 1:
+                self._sinks_of_one.append((index, rows.start, member.sink, member.output_rows[0]))
+            elif member.sink is not None:
+                self._sinks.append((index, rows, member.sink, member.output_rows))
             if member.reads_tokens:
                 self._readers.add(index)
             steps_left = member.num_steps - len(member.steps)
@@ -96,14 +106,14 @@ class DecodeTable:
             tokens, marks = HostCopy(torch.stack((draws.tokens, draws.marks))).values
             failed = self._cannot_draw(marks)
         self._steps.tokens.append(tokens)
-        for index, (member, rows) in enumerate(zip(self.members, self._batch.parts, strict=True)):
-            if index in failed:
-                continue
-            member.stats.forward_passes += 1
-            member.stats.decoded_tokens += rows.stop - rows.start
-            if member.sink is not None:
-                member.sink.rows.extend(member.output_rows)
-                member.sink.tokens.extend(tokens[rows])
+        for index, rows, sink, output_rows in self._sinks:
+            if index not in failed:
+                sink.rows.extend(output_rows)
+                sink.tokens.extend(tokens[rows])
+        for index, row, sink, output_row in self._sinks_of_one:
+            if index not in failed:
+                sink.rows.append(output_row)
+                sink.tokens.append(tokens[row])
         happened = dict(failed)
         for index in self._touched(tokens):
             if index not in failed:
