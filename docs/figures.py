@@ -1,16 +1,16 @@
-"""Replaces the blocks of figures in the pages by tables: a hook of mkdocs, named in mkdocs.yml.
+"""Tables and numbers of the pages from the reports in benchmarks/results/; `generated.py` puts them into the pages.
 
-A block names a report in benchmarks/results/ and, optionally, the path in it where its other paths begin. It has the
-heading of the labels, a line per column (heading = path, format), an empty line, and a line per row (label = selector):
+A table names a report and, optionally, the path in it where its other paths begin. It has the heading of the labels, a
+line per column (heading = path, format), an empty line, and a line per row (label = selector):
 
-    ```figures 2026-11-21-cpu-2-cores shared_prefix
+    <!-- figures 2026-11-21-cpu-2-cores shared_prefix
     method
     prefill = *.prefill_seconds, 0.0 s
     decode step = *.step_seconds, 0 ms
 
     prompt copied to every row = prefilled_cache
     `shared_prefix` = shared_prefix
-    ```
+    -->
 
 The selector of a row, by default its label, replaces `*` in the paths. A path consists of keys, list indices, and
 `[field=value,...]`, which selects the item of a list; `a / b` is a ratio. A format shows the number of decimals and the
@@ -29,12 +29,14 @@ from typing import Any
 RESULTS = Path(__file__).parent.parent / "benchmarks" / "results"
 UNITS = {"": 1.0, " s": 1.0, " ms": 1e3, " MB": 1e-6, " GB": 1e-9, "%": 100.0, " times": 1.0}
 """Factors from seconds, bytes and ratios, which reports hold."""
-BLOCK = re.compile(r"^```figures (\S+)(?: (\S+))?\n(.*?)\n\n(.*?)\n```$", re.MULTILINE | re.DOTALL)
 
 
-def on_page_markdown(markdown: str, **_: Any) -> str:
-    """Replace the blocks of a page."""
-    return BLOCK.sub(lambda block: table(*block.groups("")), markdown)
+def table_of(source: str) -> str:
+    """Return the Markdown table of the lines of a comment."""
+    head, _, lines = source.partition("\n")
+    report, _, start = head.partition(" ")
+    columns, _, rows = lines.partition("\n\n")
+    return table(report, start, columns, rows)
 
 
 def table(report: str, start: str, columns: str, rows: str) -> str:

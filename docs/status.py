@@ -1,19 +1,13 @@
-"""Replaces the blocks of status in the pages by tables: a hook of mkdocs, named in mkdocs.yml.
+"""Tables of the status of the four papers' parts; `generated.py` puts them into the pages.
 
-`benchmarks/papers_status.json` has a row for each mechanism, experiment, table and figure of the four papers. A block
-with a paper's name becomes the table of its rows, and a block without one the number of rows by status:
-
-    ```status hydragen
-    ```
+`benchmarks/papers_status.json` has a row for each mechanism, experiment, table and figure.
 """
 
 from __future__ import annotations
 
 import json
-import re
 from collections import Counter
 from pathlib import Path
-from typing import Any
 
 ROOT = Path(__file__).parent.parent
 ROWS: dict[str, list[dict[str, str]]] = json.loads(
@@ -22,12 +16,6 @@ ROWS: dict[str, list[dict[str, str]]] = json.loads(
 """Rows of each paper: name, section of the paper, what it is, status, evidence."""
 STATUSES = ("works", "in part", "never run", "missing")
 HEADINGS = {"row": "row", "where": "in the paper", "what": "what", "status": "status", "evidence": "here"}
-BLOCK = re.compile(r"^```status(?: (\w+))?\n```$", re.MULTILINE)
-
-
-def on_page_markdown(markdown: str, **_: Any) -> str:
-    """Replace the blocks of a page."""
-    return BLOCK.sub(lambda block: rows_of(block[1]) if block[1] else counts(), markdown)
 
 
 def rows_of(paper: str) -> str:

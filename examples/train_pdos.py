@@ -1,4 +1,4 @@
-"""Train a model to open parallel blocks by itself (LoRA, docs/train_pdos.md). Run: python examples/train_pdos.py"""
+"""Train a model to open parallel blocks (LoRA, docs/training_recipes.md). Run: python examples/train_pdos.py"""
 
 import argparse
 import json

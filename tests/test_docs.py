@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
-import os
 import pkgutil
 import re
 import shlex
@@ -43,7 +42,6 @@ from hf_parallel.generation import MODES
 
 DOCS = ROOT / "docs"
 SHOWN = {
-    "README.md": r"\[\['Mars', 'Venus', 'Jupiter'\]\]",
     "docs/index.md": r"(?m)^Alice: \w(.|\n)*^Bob: \w|^Bob: \w(.|\n)*^Alice: \w",
     "docs/modes/hogwild.md": r"Alice 1 ended at pass \d+ \| Alice: \w",
     "docs/modes/pdos.md": r"\[\['Mars', 'Venus', 'Jupiter'\]\] \d+ tokens in \d+ forward passes",
@@ -60,12 +58,14 @@ UNCHECKED = ("cd", "curl", "git")
 
 
 def script(name: str) -> ModuleType:
-    """Import a script of docs/."""
+    """Import a script of docs/, which may import others."""
     spec = importlib.util.spec_from_file_location(name, DOCS / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.syspath_prepend(DOCS)
+        spec.loader.exec_module(module)
     return module
 
 
@@ -79,7 +79,7 @@ def script(name: str) -> ModuleType:
             page,
             id=name_of(page),
             marks=[pytest.mark.filterwarnings(*FALSE_WARNINGS)] * (page != SEQUENTIAL)
-            + [pytest.mark.slow] * (name_of(page) in SHOWN and page.parent != ROOT),
+            + [pytest.mark.slow] * (name_of(page) in SHOWN),
         )
         for page in WITH_CODE
     ],
@@ -92,14 +92,13 @@ def test_code_of_page_runs(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    shown, long = SHOWN.get(name_of(page)), page.parent != ROOT  # README's examples take too long
-    read = shown and long
-    real = read or name_of(page) == FROM_FOLDER
-    with small_scale(embedded if real else stand_in(embedded), READ_TOKENS if read else NEW_TOKENS):
+    shown = SHOWN.get(name_of(page))
+    real = shown or name_of(page) == FROM_FOLDER
+    with small_scale(embedded if real else stand_in(embedded), READ_TOKENS if shown else NEW_TOKENS):
         run(blocks(page, "python"), name_of(page))
     if shown:
         printed = capsys.readouterr().out
-        assert not read or not garbled(printed)
+        assert not garbled(printed)
         assert re.search(shown, printed), printed
 
 
@@ -109,6 +108,7 @@ def test_code_of_page_runs(
 def commands(page: Path) -> Iterator[list[str]]:
     """Yield the commands of a page: in shell blocks, in blocks indented by four spaces, and in its text."""
     text = page.read_text().replace("\\\n", " ")  # continued lines
+    text = re.sub(r"^<!-- (reference|status).*?^<!-- end of \1 -->$", "", text, flags=re.M | re.S)  # from elsewhere
     lines = [line for block in blocks(page, "sh") for line in block.replace("\\\n", " ").splitlines()]
     lines += re.findall(rf"^    ((?:{'|'.join((*COMMANDS, *UNCHECKED))}) .*)$", text, re.MULTILINE)
     lines += re.findall(rf"`((?:{'|'.join(COMMANDS)}) [^`]*)`", re.sub(r"^```.*?^```$", "", text, flags=re.M | re.S))
@@ -190,28 +190,41 @@ CHECKS = {
 # Figures, pictures, links
 
 
-def test_figures_of_pages_are_in_the_reports() -> None:
-    figures = script("figures")
-    for page in PAGES:
-        assert "```figures" not in figures.on_page_markdown(page.read_text()), page
+@pytest.fixture(scope="module")
+def generated() -> ModuleType:
+    """Return the script that writes parts of the pages."""
+    return script("generated")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_generated_parts_of_page_are_up_to_date(page: Path, generated: ModuleType) -> None:
+    text = page.read_text()
+    assert generated.text_of(text) == text, "run: make docs, or python docs/generated.py"
+    assert not re.search(r"^(::: |```(figures|status))", text, re.MULTILINE), "GitHub shows these lines as they are"
+    kinds = re.findall(r"^<!-- (figures|status|reference)\b", text, re.MULTILINE)
+    assert kinds == re.findall(r"^<!-- end of (figures|status|reference) -->$", text, re.MULTILINE)
+
+
+def test_tables_show_figures_with_units_and_leave_missing_ones_empty() -> None:
     columns = "way\nprefill = *.prefill_seconds, 0.0 s\nstep = *.step_seconds, 0 ms"
-    shown = figures.table("2026-11-21-cpu-2-cores", "shared_prefix", columns, "one row = one_row\nbound")
+    shown = script("figures").table("2026-11-21-cpu-2-cores", "shared_prefix", columns, "one row = one_row\nbound")
     assert shown.splitlines()[2:] == ["| one row | 3.5 s |  |", "| bound |  | 74 ms |"]
 
 
-@pytest.mark.parametrize(
-    "case",
-    [
-        "static_cache,rows=1,prefix=1024].step_seconds, 0.0 ms",
-        "shared_prefix,rows=1,prefix=1024].step_seconds, 0.0 ms",
-        *(f"{way},rows=128,prefix=1024].step_seconds, 0.0 ms" for way in ("unshared", "shared_prefix")),
-        *(f"{way},rows=32,prefix=16384].step_seconds, 0.0 ms" for way in ("unshared", "shared_prefix")),
-        *(f"{way},rows=32,prefix=16384].first_token_seconds, 0.0 s" for way in ("unshared", "shared_prefix")),
-    ],
-)
-def test_figures_of_readme_are_those_of_the_report(case: str) -> None:
-    shown = script("figures").figure("2026-11-26-h200-models", f"stages.model.cases[model=Qwen3-8B,way={case}")
-    assert f"| {shown} |" in (ROOT / "README.md").read_text()
+@pytest.mark.parametrize("shown", ["86 ms", "(86 ms"])
+def test_a_figure_in_running_text_equals_its_report(shown: str, generated: ModuleType) -> None:
+    source = "<!-- 2026-11-21-cpu-2-cores shared_prefix.shared_prefix.step_seconds, 0 ms -->"
+    assert generated.text_of(f"takes {shown}{source} each") == f"takes {shown}{source} each"
+    with pytest.raises(ValueError, match="86 ms"):
+        generated.text_of(f"takes 186 ms{source} each")
+    with pytest.raises(ValueError, match="has ''"):
+        generated.text_of(f"takes {shown}{source.replace('step_', 'stop_')} each")
+
+
+def test_readme_is_short() -> None:
+    text = re.sub(r"<!--.*?-->", "", (ROOT / "README.md").read_text(), flags=re.DOTALL)
+    text = re.sub(r"\]\([^)]*\)", "]", text)  # addresses of links
+    assert len(re.findall(r"\S*\w\S*", text)) < 900
 
 
 @pytest.mark.filterwarnings("ignore:the workers of hogwild have no rules")
@@ -230,8 +243,19 @@ def test_pictures_equal_what_their_script_draws() -> None:
 def test_links_of_page_exist(page: Path) -> None:
     text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
     for target in re.findall(r"\]\(([^)\s]+)\)", text):
-        if not target.startswith(("http", "#")):
-            assert (page.parent / target.partition("#")[0]).exists(), target
+        if target.startswith("http"):
+            continue
+        name, _, anchor = target.partition("#")
+        linked = page.parent / name if name else page
+        assert linked.exists(), target
+        assert not anchor or linked.suffix != ".md" or anchor in anchors(linked), target
+
+
+def anchors(page: Path) -> set[str]:
+    """Return the addresses of a page's headings, as GitHub and MkDocs make them."""
+    text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
 # The site
@@ -243,12 +267,12 @@ def test_site_builds_strictly_and_loads_nothing_from_elsewhere(tmp_path: Path) -
     done = subprocess.run(
         [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(site)],
         cwd=ROOT,
-        env={**os.environ, "NO_MKDOCS_2_WARNING": "1"},
         capture_output=True,
         text=True,
         timeout=1800,
     )
     assert done.returncode == 0, done.stderr
+    assert "WARNING" not in done.stderr
     for page in site.rglob("*.html"):
         loaded = re.findall(r"<(?:script|img|iframe|source)\b[^>]*\bsrc=[\"']?(?:https?:)?//[^>]*>", page.read_text())
         loaded += re.findall(
@@ -271,20 +295,25 @@ def test_every_page_is_in_the_navigation() -> None:
     assert sorted(named) == sorted(str(page.relative_to(DOCS)) for page in DOCS.rglob("*.md"))
 
 
+def test_no_two_pages_have_the_same_name() -> None:
+    titles = [page.read_text().partition("\n")[0] for page in DOCS.rglob("*.md")]
+    assert all(title.startswith("# ") for title in titles)
+    assert len(titles) == len(set(titles))
+
+
 def test_every_public_name_is_in_the_reference() -> None:
-    described = {name for page in DOCS.rglob("*.md") for name in re.findall(r"^::: ([\w.]+)", page.read_text(), re.M)}
+    described = {
+        name for page in DOCS.rglob("*.md") for name in re.findall(r"^<!-- reference ([\w.]+)", page.read_text(), re.M)
+    }
     names = [name for name in hf_parallel.__all__ if not isinstance(getattr(hf_parallel, name), ModuleType)]
     assert {f"hf_parallel.{name}" for name in names} - described == set()
 
 
 def test_members_in_the_reference_exist() -> None:
     for page in DOCS.rglob("*.md"):
-        for name, options in re.findall(
-            r"^::: ([\w.]+)\n    options:(.*(?:\n      .*)*)", page.read_text(), re.MULTILINE
-        ):
-            for members in re.findall(r"members: \[(.*?)\]", options):
-                for member in members.split(", "):
-                    assert hasattr(pkgutil.resolve_name(name), member), f"{page.name}: {name}.{member}"
+        for name, members in re.findall(r"^<!-- reference ([\w.]+): (.*?) -->$", page.read_text(), re.MULTILINE):
+            for member in members.split(", "):
+                assert hasattr(pkgutil.resolve_name(name), member), f"{page.name}: {name}.{member}"
 
 
 @pytest.mark.parametrize("mode", OWN_MODES)

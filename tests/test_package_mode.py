@@ -68,7 +68,8 @@ def put_in(root: Path, mode: str) -> None:
         imports = "import tiny\nimport torch\nfrom workers import TOKENIZER, encode, small_model\n"
         test = docstring + imports + indented("EVERY_SETTING = {") + indented("def test_each_row_equals_generate")
     (root / "tests" / "generation" / "modes" / f"test_{mode}.py").write_text(test)
-    reference = f"::: hf_parallel.generation.modes.{mode}.{mode.title()}Config\n"
+    name = f"hf_parallel.generation.modes.{mode}.{mode.title()}Config"
+    reference = f"<!-- reference {name} -->\n<!-- end of reference -->\n"
     (root / "docs" / "modes" / f"{mode}.md").write_text(f"# `{mode}`\n\n## Settings\n\n{reference}")
 
 

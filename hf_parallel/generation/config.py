@@ -194,9 +194,9 @@ class ParallelConfig(Settings, Generic[OutputT]):
         calls have so many steps that it is likely to save time. A model that cannot be compiled runs uncompiled, and
         the reason is logged.
     cache_dtype : str, optional
-        "int8" or "fp8": dtype of keys and values that no row writes any more, such as those of prompts. They take about
-        a half of the bytes of half precision; tokens can differ (docs/costs.md). Default: the model's dtype. A cache,
-        and an engine, has one for all its calls.
+        "int8" or "fp8": dtype in which completed blocks of keys and values are stored, such as prompts. They take about
+        a half of the bytes of half precision; tokens can differ (docs/performance.md). Default: the model's dtype. A
+        cache, and an engine, has one for all its calls.
     preset : str, optional
         Name of defaults for the other settings and for those of `generate`, such as "paper" for the prompts and
         settings of the mode's paper (docs/modes/index.md). Default: the preset with which the model is marked, if any.
