@@ -1,7 +1,7 @@
 """Two agents repair small Python bugs (figure 6 of the Hive paper). Run: python examples/agents_bug_repair.py
 
 `bug_repair` spawns `context_gather`. In each round it receives the gathered code by `next`, writes a patch, runs the
-tests, and passes patch and result back by `resume`, until the tests pass. The embedded model is too small to repair
+tests, and passes patch and result back by `resume`, until the tests pass. The demo model is too small to repair
 bugs; try a larger one.
 
 The tests run in a sandbox (`hf_parallel.evaluation.sandbox`): without network, other processes and files, and with
@@ -20,7 +20,7 @@ from hf_parallel.agents import BestOfN, Chat, Runtime, agent, next, resume, spaw
 from hf_parallel.engine import Engine
 from hf_parallel.evaluation.sandbox import run_code
 
-MODEL = None  # a Hub id or a path, such as "Qwen/Qwen3-8B"; None: the embedded model
+MODEL = None  # a Hub id or a path, such as "Qwen/Qwen3-8B"; None: the demo model
 ROUNDS = 3
 PASSED = "all tests passed"
 BUGS = {

@@ -10,7 +10,7 @@ import hf_parallel
 from hf_parallel.agents import Chat, Runtime, agent, gather, next, resume, spawn
 from hf_parallel.engine import Engine
 
-MODEL = None  # a Hub id or a path, such as "Qwen/Qwen3-8B"; None: the embedded model
+MODEL = None  # a Hub id or a path, such as "Qwen/Qwen3-8B"; None: the demo model
 QUESTION = "Should a small town build a library, a swimming pool or a park?"
 SIDES = {"Ana": "the library", "Ben": "the swimming pool", "Cem": "the park"}
 RULES = "Three people debate. Each answers the others in one or two sentences."

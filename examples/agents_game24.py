@@ -18,7 +18,7 @@ import hf_parallel
 from hf_parallel.agents import Chat, Runtime, TreeOfThoughts, agent
 from hf_parallel.engine import Engine
 
-MODEL = None  # a Hub id or a path, such as "Qwen/Qwen3-8B"; None: the embedded model
+MODEL = None  # a Hub id or a path, such as "Qwen/Qwen3-8B"; None: the demo model
 PUZZLES = ("1 1 4 6", "4 5 6 10", "2 2 6 6", "1 3 4 8")
 OPERATORS = {"+": operator.add, "-": operator.sub, "*": operator.mul, "/": operator.truediv}
 NUMBER = r"(-?\d+(?:/\d+)?)"

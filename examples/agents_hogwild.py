@@ -10,7 +10,7 @@ import hf_parallel
 from hf_parallel.agents import Chat, Runtime, agent, next, resume, spawn
 from hf_parallel.engine import Engine
 
-MODEL = None  # a Hub id or a path, such as "Qwen/Qwen3-8B"; None: the embedded model
+MODEL = None  # a Hub id or a path, such as "Qwen/Qwen3-8B"; None: the demo model
 TASK = "Plan a picnic in the park."
 ROUNDS = 2
 

@@ -14,7 +14,7 @@ import hf_parallel
 from hf_parallel.agents import Chat, Runtime, State, Supervisor, agent
 from hf_parallel.engine import Engine
 
-MODEL = None  # a Hub id or a path, such as "Qwen/Qwen3-8B"; None: the embedded model
+MODEL = None  # a Hub id or a path, such as "Qwen/Qwen3-8B"; None: the demo model
 QUESTION = "Describe the sea."
 ITERATIONS = 6
 

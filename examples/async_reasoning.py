@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import hf_parallel
 
-MODEL = None  # a Hub id or a path, such as "Qwen/Qwen3-8B"; None: the embedded model
+MODEL = None  # a Hub id or a path, such as "Qwen/Qwen3-8B"; None: the demo model
 TASK = "Plan a picnic in the park."
 ARRIVES = {12: "The user adds: we have no car."}  # pass: a message that arrives before it
 TOKENS = 32  # maximum of the thoughts, and of the answer

@@ -1,6 +1,6 @@
 """fork_join: a model that was trained to fork writes parallel paths by itself. Run: python examples/fork_join.py
 
-The embedded model is not trained for it, so `opening` gives the plan.
+The demo model is not trained for it, so `opening` gives the plan.
 """
 
 import hf_parallel

@@ -16,7 +16,7 @@ from trl import GRPOConfig, GRPOTrainer
 import hf_parallel
 from hf_parallel.training import SharedPrefixGRPOTrainer
 
-MODEL = None  # a Hub id or a path, such as "Qwen/Qwen3-8B"; None: the embedded model
+MODEL = None  # a Hub id or a path, such as "Qwen/Qwen3-8B"; None: the demo model
 COMPARED, STEPS = 3, 30  # steps of the comparison, and of the training
 NEW_TOKENS = 24
 

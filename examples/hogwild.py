@@ -4,7 +4,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import hf_parallel
 
-MODEL = None  # a Hub id or a path, such as "Qwen/Qwen3-8B"; None: the embedded model
+MODEL = None  # a Hub id or a path, such as "Qwen/Qwen3-8B"; None: the demo model
 
 if MODEL is None:
     model, tokenizer = hf_parallel.load_embedded_model()

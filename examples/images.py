@@ -18,7 +18,7 @@ REGIONS = ["Top left", "Top right", "Bottom left", "Bottom right"]
 
 
 def tiny_model():
-    """Return a tiny random Gemma 3 with a processor, for the tokenizer of the embedded model."""
+    """Return a tiny random Gemma 3 with a processor, for the tokenizer of the demo model."""
     from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
 
     tokens = {"image_token": "<img>", "boi_token": "<boi>", "eoi_token": "<eoi>"}

@@ -4,7 +4,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import hf_parallel
 
-MODEL = None  # a Hub id or a path, such as "Qwen/Qwen3-8B"; None: the embedded model
+MODEL = None  # a Hub id or a path, such as "Qwen/Qwen3-8B"; None: the demo model
 
 if MODEL is None:
     model, tokenizer = hf_parallel.load_embedded_model()
@@ -13,7 +13,7 @@ else:
 hf_parallel.enable(model)
 
 task, settings = "Describe the planets Mars, Venus and Jupiter in one sentence each.", {"parallel_hint": True}
-if MODEL is None:  # the embedded model is too small to write the skeleton itself
+if MODEL is None:  # the demo model is too small to write the skeleton itself
     skeleton = "Here they are.\n####Mars:......\n####Venus:......\n####Jupiter:......\n####All in all:"
     settings = {"opening": skeleton, "terminator": "####All in all:", "parallel_hint": False, "branch_stops": ["\n"]}
 prompt = hf_parallel.pdos_prompt(task, tokenizer, **settings)

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import hf_parallel
 from hf_parallel.engine import Engine
 
-MODEL = None  # a Hub id or a path, such as "Qwen/Qwen3-8B"; None: the embedded model
+MODEL = None  # a Hub id or a path, such as "Qwen/Qwen3-8B"; None: the demo model
 SYSTEM_PROMPTS = ["Answer in one short sentence. " * 8, "Answer like a pirate. " * 8]
 QUESTIONS = ["Why is the sky blue?", "What is a prime number?"]
 

@@ -1,7 +1,7 @@
 """Trains a model to fork by itself, and compares it with sequential text (docs/modes/fork_join.md).
 
     python examples/train_fork_join.py lists  # a model of 1.37 million parameters, from scratch, with nested forks
-    python examples/train_fork_join.py sums  # the embedded model, with LoRA, in the format of Multiverse
+    python examples/train_fork_join.py sums  # the demo model, with LoRA, in the format of Multiverse
 
 Half of the training texts fork, half are sequential texts of the same kind. The end of a question says which is wanted.
 """
@@ -54,7 +54,7 @@ class Sums:
     steps, problems, settings = 200, 30, {"per_device_train_batch_size": 1, "adam_beta2": 0.999}
 
     def load(self):
-        """Return the embedded model with a LoRA adapter, and its tokenizer."""
+        """Return the demo model with a LoRA adapter, and its tokenizer."""
         from peft import LoraConfig, get_peft_model
 
         model, tokenizer = hf_parallel.load_embedded_model()

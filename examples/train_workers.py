@@ -1,6 +1,6 @@
 """Trains a small transformer to share work as Hogwild! workers. Run: python examples/train_workers.py
 
-A prompt has ten labelled lists of numbers, such as `31 7 50 b.` A worker takes the next list that nobody has taken, and
+A prompt has ten labeled lists of numbers, such as `31 7 50 b.` A worker takes the next list that nobody has taken, and
 writes its label and its numbers in reverse: `Alice b 50 7 31.` If two workers take the same list in the same forward
 pass, the one whose name comes later ends its step and takes another list. The script trains one model on runs of 1, 2
 and 4 workers, and measures how many forward passes 1 to 4 workers need for new problems.

@@ -39,6 +39,7 @@ from hf_parallel.cli.evaluate import evaluate, read_runs
 from hf_parallel.cli.generate import generate
 from hf_parallel.cli.settings import read_settings
 from hf_parallel.generation import MODES
+from hf_parallel.generation.config import ModeTraits
 
 DOCS = ROOT / "docs"
 SHOWN = {
@@ -187,6 +188,29 @@ CHECKS = {
 }
 
 
+HELP = sorted((ROOT / "hf_parallel" / "cli").glob("*.txt"))
+"""Texts that `--help` prints below the options."""
+
+
+@pytest.mark.parametrize("path", HELP, ids=name_of)
+def test_commands_of_help_text_exist(path: Path) -> None:
+    text = re.sub(r" *\\\n +", " ", path.read_text())  # continued lines
+    found = re.findall(rf"^ +((?:{'|'.join(COMMANDS)}) .*)$", text, re.MULTILINE)
+    for line in found:
+        words = shlex.split(re.split(r" {2,}", line)[0])  # a description follows
+        CHECKS[words[0]](words[1:])
+
+
+def test_arguments_of_lm_eval_name_the_model_as_a_server_does() -> None:
+    """A server lists its model by the full id, and has the address of the completions."""
+    shown = [text for page in PAGES for text in re.findall(r"--model_args (\S+)", page.read_text())]
+    assert shown
+    for arguments in shown:
+        values = dict(pair.split("=", 1) for pair in arguments.split(","))
+        assert "/" in values.get("model", values.get("pretrained", "")), arguments
+        assert values.get("base_url", "/v1/completions").endswith("/v1/completions"), arguments
+
+
 # Figures, pictures, links
 
 
@@ -330,3 +354,18 @@ def test_readme_and_the_overview_show_the_same_modes() -> None:
     readme, overview = ((ROOT / page).read_text() for page in ("README.md", "docs/modes/index.md"))
     shown = {mode for mode in OWN_MODES if f"`{mode}`" in readme}
     assert shown == {mode for mode in OWN_MODES if f"| [`{mode}`]" in overview} != set()
+
+
+def test_the_page_on_modes_of_ones_own_names_every_trait() -> None:
+    table = (DOCS / "new_mode.md").read_text().partition("## Traits")[2]
+    named = set(re.findall(r"`(\w+)`", "\n".join(re.findall(r"^\| (.*?) \|", table, re.MULTILINE))))
+    assert {field.name for field in dataclasses.fields(ModeTraits)} <= named
+
+
+def test_pages_name_the_modes_without_a_logits_cache() -> None:
+    table = (DOCS / "modes" / "index.md").read_text()
+    without = set(re.findall(r"^\| `(\w+)` \| \w+ \| no \|", table, re.MULTILINE))
+    for page in ("index.md", "resample.md"):
+        text = " ".join((DOCS / "modes" / page).read_text().split())
+        (listed,) = re.findall(r"All modes except ([^.]*?) accept a", text)
+        assert set(re.findall(r"`(\w+)`", listed)) == without != set()

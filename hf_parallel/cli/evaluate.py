@@ -59,7 +59,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--judge", metavar="KIND[=MODEL]", help=words)
     add = parser.add_argument_group("model").add_argument
     add_model_options(add)
-    words = "generations at a time, all of one mode and its settings (8)"
+    words = "number of generations to run concurrently (8)"
     add("--concurrent", type=int, default=8, metavar="N", help=words)
     words = "memory for keys and values, such as 2G (half of what is free)"
     add("--max-kv-bytes", type=parse_bytes, metavar="N", help=words)

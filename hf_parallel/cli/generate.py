@@ -79,14 +79,17 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def add_model_options(add: Callable[..., object]) -> None:
     """Add the options of `load`."""
-    add("--model", metavar="ID_OR_PATH", help="Hub id or folder (default: the embedded SmolLM2-135M-Instruct)")
+    add("--model", metavar="ID_OR_PATH", help="Hub id or folder (default: the demo model, SmolLM2-135M-Instruct)")
     add("--dtype", default="auto", choices=("auto", "float32", "bfloat16", "float16"), help="weight dtype (auto)")
-    add("--weights", help="packed (on a CPU), packed_int8 (and inputs in 8 bits) or a quantization config, JSON")
+    add(
+        "--weights",
+        help="packed or packed_int8 (on a CPU; also quantizes activations), or a quantization config as JSON",
+    )
     add(
         "--device",
-        help="such as cpu or cuda:1; auto: on all; tp: by torchrun (default: a GPU if there is one)",
+        help="cpu, cuda:1, ...; auto: layers on all GPUs; tp: tensor parallelism by torchrun (default: a GPU if any)",
     )
-    add("--no-preset", action="store_true", help="the embedded model without the settings chosen for it")
+    add("--no-preset", action="store_true", help="the demo model without the settings chosen for it")
 
 
 def generate(options: argparse.Namespace) -> int:

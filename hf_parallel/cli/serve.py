@@ -39,7 +39,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("address").add_argument
     add("--host", default="127.0.0.1", help="address to listen on (127.0.0.1: this machine only)")
     add("--port", type=_port, default=8000, metavar="N", help="port to listen on (8000); 0: any that is free")
-    words = f"key that requests need; may be repeated (default: the variable {KEY_VARIABLE}, else none is needed)"
+    words = f"API key that clients must send; may be given several times (default: {KEY_VARIABLE}, else none is needed)"
     add("--api-key", action="append", default=[], metavar="KEY", help=words)
     add = parser.add_argument_group("limits").add_argument
     words = "memory for keys and values, such as 2G (half of what is free)"
@@ -47,7 +47,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--max-rows", type=int, default=64, metavar="N", help="rows that generate at the same time (64)")
     add("--max-waiting", type=int, default=256, metavar="N", help="requests in the queue; beyond: status 429 (256)")
     add("--max-batch-tokens", type=int, metavar="N", help="tokens of a forward pass (512 on a CPU, else 4096)")
-    add("--max-tokens", type=int, metavar="N", help="tokens of a prompt and its answer (the model's context length)")
+    add(
+        "--max-tokens",
+        type=int,
+        metavar="N",
+        help="maximum context length, prompt plus completion (default: the model's)",
+    )
     add("--default-tokens", type=int, default=512, metavar="N", help="new tokens if a request gives no limit (512)")
     words = "size of a request (1M; 8M if the model reads images)"
     add("--max-body-bytes", type=parse_bytes, metavar="N", help=words)

@@ -80,7 +80,7 @@ class Engine:
     max_rows : int
         Rows that generate at the same time, unless one request alone has more.
     max_waiting : int
-        Requests in the queue. Beyond, only submitters with less than an equal share of them can submit more.
+        Requests in the queue. When it is full, only submitters that hold less than their fair share can submit.
     max_batch_tokens : int, optional
         Tokens of a step; prompts are computed in parts of at most that many. Default: 512 on a CPU, else 4096.
     policy : EvictionPolicy, optional

@@ -50,7 +50,7 @@ _SUPPORTED_INPUTS = (
     *("input_ids", "attention_mask", "position_ids", "past_key_values", CACHE, "use_cache", "logits_to_keep"),
     *_RETURNED,
 )
-"""Arguments of `model.forward` that a mode honours or does not need, or that `check_supported_settings` has checked."""
+"""Arguments of `model.forward` that a mode honors or does not need, or that `check_supported_settings` has checked."""
 _UNSUPPORTED_SETTINGS: dict[str, tuple[object, ...]] = {
     **dict.fromkeys(("dola_layers", "constraints", "force_words_ids", "compile_config"), (None,)),
     **dict.fromkeys(("prompt_lookup_num_tokens", "assistant_early_exit"), (None,)),

@@ -48,7 +48,7 @@ OTHER_NAMES = {
 
 
 def suggestion(name: object, known: Iterable[str]) -> str:
-    """Return "; did you mean 'x'?" for the known name that resembles a misspelt one; empty if none does."""
+    """Return "; did you mean 'x'?" for the known name that resembles a misspelled one; empty if none does."""
     name = str(name)
     known = list(known)
     other = OTHER_NAMES.get(name)

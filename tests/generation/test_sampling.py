@@ -140,7 +140,7 @@ def test_seeded_row_does_not_depend_on_its_batch(model: PreTrainedModel) -> None
     assert not torch.equal(run(model, "shared_prefix", do_sample=True, temperature=1.5, seed=8), everything)
 
 
-def test_seeds_of_rows_are_honoured(model: PreTrainedModel) -> None:
+def test_seeds_of_rows_are_honored(model: PreTrainedModel) -> None:
     settings = {"do_sample": True, "temperature": 1.5}
     by_seed = run(model, "shared_prefix", seed=[3, 4, 3, 5], **settings)
     assert torch.equal(by_seed[0], by_seed[2])  # twins with one seed

@@ -132,7 +132,7 @@ class Segment:
 class Recording:
     """Records the forward passes of a model over a block cache, while the recording exists.
 
-    It reads the attention plan and the storage of the cache. A stored token is recognised by its value vector in the
+    It reads the attention plan and the storage of the cache. A stored token is recognized by its value vector in the
     last layer, which differs from that of any other token and does not change when the token is moved.
     """
 

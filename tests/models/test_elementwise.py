@@ -108,7 +108,7 @@ class Ours(Doubled):
 
 @compiled
 @pytest.mark.usefixtures("in_a_pass")
-def test_a_module_is_recognised_by_what_it_computes() -> None:
+def test_a_module_is_recognized_by_what_it_computes() -> None:
     model = nn.ModuleList([Doubled(), Ours(), Ours(0.5), nn.RMSNorm(64, eps=1e-3), nn.RMSNorm(64), nn.LayerNorm(64)])
     x = torch.randn(2, 3, 64)
     with torch.no_grad(), fast_layers(model):
@@ -187,7 +187,7 @@ class Function(nn.Module):
 
 @compiled
 @pytest.mark.usefixtures("in_a_pass")
-def test_activations_are_recognised_by_what_they_compute() -> None:
+def test_activations_are_recognized_by_what_they_compute() -> None:
     fast = [nn.SiLU(), nn.Sigmoid(), nn.Softplus(), nn.GELU("tanh"), ACT2FN["silu"], ACT2FN["gelu_pytorch_tanh"]]
     fast += [Function(nn.functional.silu), Function(partial(nn.functional.gelu, approximate="tanh"))]
     others = [
@@ -322,7 +322,7 @@ class AttentionOverModule(nn.Module):
 @pytest.mark.usefixtures("in_a_pass")
 @pytest.mark.parametrize("dim", [16, 32])
 @pytest.mark.parametrize("layer", [Attention(), AttentionOverModule()])
-def test_a_rotary_function_is_recognised_for_each_size_of_heads(layer: nn.Module, dim: int) -> None:
+def test_a_rotary_function_is_recognized_for_each_size_of_heads(layer: nn.Module, dim: int) -> None:
     inputs = [torch.randn(1, 6, 5, dim), torch.randn(1, 3, 5, dim), torch.randn(1, 5, dim), torch.randn(1, 5, dim)]
     with torch.no_grad():
         expected = layer(*inputs)

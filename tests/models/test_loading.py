@@ -100,5 +100,5 @@ def test_a_model_is_placed_by_accelerate_and_bad_weights_raise(tmp_path: Path, m
         ValueError, match="weights must be 'packed', 'packed_int8', a quantization config or None, got 'int8'"
     ):
         load_model(str(tmp_path), weights="int8")
-    with pytest.raises(ValueError, match="the embedded model takes no .*device='auto'"):
+    with pytest.raises(ValueError, match="the demo model takes no .*device='auto'"):
         load_model(None, device="auto")

@@ -99,7 +99,7 @@ class ContributionScores:
     T_ij are the tokens computed by i that j reused, and R_ij is the number of such requests of j. Reuse of an agent's
     own tokens counts only for its efficiency.
 
-    The paper does not say how terms are normalised. Here, `x` becomes `x / (x + m)`, where m is the median of the
+    The paper does not say how terms are normalized. Here, `x` becomes `x / (x + m)`, where m is the median of the
     positive values. An agent that inflates a count reaches at most 1 and does not lower the values of others, unlike
     with a maximum or a sum. The window counts turns: consecutive requests of an agent are one turn, so a flood of
     requests does not push out other agents' turns.
@@ -173,15 +173,15 @@ class ContributionScores:
                 weight = math.sqrt(number) * math.log1p(events[owner, user])
                 shared.update({owner: weight, user: weight})  # type: ignore[dict-item]
         columns = [
-            _normalised([counts["calls"] for counts in totals.values()]),
-            _normalised([counts["prompt_tokens"] + counts["new_tokens"] for counts in totals.values()]),
-            _normalised([counts["reused_tokens"] / max(counts["prompt_tokens"], 1) for counts in totals.values()]),
-            _normalised(
+            _normalized([counts["calls"] for counts in totals.values()]),
+            _normalized([counts["prompt_tokens"] + counts["new_tokens"] for counts in totals.values()]),
+            _normalized([counts["reused_tokens"] / max(counts["prompt_tokens"], 1) for counts in totals.values()]),
+            _normalized(
                 [(counts["concurrency"] / counts["calls"] + peaks[agent]) / 2 for agent, counts in totals.items()]
             ),
         ]
-        intrinsic = _normalised([math.prod(factors) for factors in zip(*columns, strict=True)])
-        collaborative = _normalised([shared[agent] for agent in totals])
+        intrinsic = _normalized([math.prod(factors) for factors in zip(*columns, strict=True)])
+        collaborative = _normalized([shared[agent] for agent in totals])
         current: dict[str, Contribution] = {}
         for agent, alone, together, *factors in zip(totals, intrinsic, collaborative, *columns, strict=True):
             score = self.alpha * alone + (1 - self.alpha) * together
@@ -191,7 +191,7 @@ class ContributionScores:
         self.history.append(self.current)
 
 
-def _normalised(values: Collection[float]) -> list[float]:
+def _normalized(values: Collection[float]) -> list[float]:
     middle = median([value for value in values if value > 0] or [1.0])
     return [value / (value + middle) for value in values]
 

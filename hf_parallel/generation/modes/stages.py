@@ -267,4 +267,4 @@ def check_no_prompt_relative_settings(call: GenerationCall, mode: str) -> None:
     for name in _PROMPT_RELATIVE:
         value = getattr(call.generation_config, name, None)
         if value not in (None, 0):
-            raise ValueError(f"{name}={value!r} cannot be honoured by {mode}: its completions have other prompts")
+            raise ValueError(f"{name}={value!r} cannot be honored by {mode}: its completions have other prompts")

@@ -1,4 +1,4 @@
-"""Loads models: by name, from GGUF files, and the embedded model."""
+"""Loads models: by name, from GGUF files, and the demo model."""
 
 from hf_parallel.lazy import lazy_names
 

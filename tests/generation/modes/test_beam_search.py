@@ -47,7 +47,7 @@ def _models() -> Iterator[None]:
 
 
 class Favours(LogitsProcessor):
-    """A processor of a caller: favours a token that depends on the text and on the beam's place in the batch."""
+    """A processor of a caller: favors a token that depends on the text and on the beam's place in the batch."""
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         favoured = (input_ids[:, -1] * 7 + torch.arange(len(input_ids))) % scores.shape[1]

@@ -67,7 +67,7 @@ class Hotspot(ReplayPolicy):
     top_k : int, optional
         Instead of the threshold: the `top_k` steps with the highest scores are hotspots.
     decay : float
-        A value below 1 favours early steps, which affect more of the following tokens.
+        A value below 1 favors early steps, which affect more of the following tokens.
 
     Raises
     ------

@@ -89,7 +89,7 @@ class BranchSettings(ReplayConfig[OutputT]):
         for processor in call.logits_processor:
             name = BATCH_DEPENDENT.get(type(processor).__name__)
             if name:
-                raise ValueError(f"{name} cannot be honoured by {self.mode}: branches are rows, but not prompts")
+                raise ValueError(f"{name} cannot be honored by {self.mode}: branches are rows, but not prompts")
         reason = self._why_not(call, self.positions)
         if reason:
             raise UnsupportedModelError(f"{self.positions_setting} {reason}: use 'reencode'")

@@ -92,7 +92,7 @@ class HogwildConfig(HogwildSettings):
     sentence_ends : list of str
         Possible ends of a sentence.
     code_fence : str
-        Marks code blocks. Empty: code blocks are not recognised.
+        Marks code blocks. Empty: code blocks are not recognized.
     redundancy_prompt : str
         Follows the next `step_prefix` after every `redundancy_interval` tokens of a prompt's workers. Empty: never.
     redundancy_interval : int

@@ -225,7 +225,7 @@ def test_any_format_can_be_completed(name: str, fmt: BlockFormat, data: st.DataO
 )
 def test_arguments_that_depend_on_row_numbers_raise(given: dict[str, Any]) -> None:
     (name,) = given
-    with pytest.raises(ValueError, match=f"{name} cannot be honoured by pdos: branches are rows"):
+    with pytest.raises(ValueError, match=f"{name} cannot be honored by pdos: branches are rows"):
         tell("a", **given)
     neutral = {"encoder_no_repeat_ngram_size": 0, "encoder_repetition_penalty": 1.0}
     assert tell(["Now.", EOS], **neutral).transcripts == ["Now."]
