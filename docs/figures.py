@@ -19,6 +19,7 @@ unit. What the report does not have stays empty.
 
 from __future__ import annotations
 
+import datetime
 import functools
 import json
 import operator
@@ -36,7 +37,24 @@ def table_of(source: str) -> str:
     head, _, lines = source.partition("\n")
     report, _, start = head.partition(" ")
     columns, _, rows = lines.partition("\n\n")
-    return table(report, start, columns, rows)
+    return f"{table(report, start, columns, rows)}\n\n{caption(report)}"
+
+
+def caption(report: str) -> str:
+    """Return a line that says which machine measured a report, and when."""
+    content = _content(report)
+    machine = content.get("machine", content)
+    date = datetime.date.fromisoformat(machine["date"][:10])
+    parts = []
+    if "NVIDIA" in str(machine.get("device")):
+        parts.append(machine["device"])
+    elif machine.get("cpu"):
+        parts.append(machine["cpu"].replace("(R)", "").replace(" Processor", ""))
+    if not parts or "NVIDIA" not in parts[0]:
+        threads = machine["threads"]
+        cores = f"{machine['cores']} cores, " if machine.get("cores") else ""
+        parts.append(f"{cores}{threads} thread{'s' * (threads > 1)}")
+    return f"*{', '.join(parts)}; {date:%B} {date.day}, {date.year} (`{report}`).*"
 
 
 def table(report: str, start: str, columns: str, rows: str) -> str:
@@ -64,7 +82,7 @@ def figure(report: str, path: str, start: str = "") -> str:
     """Return the formatted value at `path, format`, or why it was not measured; nothing if the report lacks it."""
     names, form = path.rsplit(", ", 1)
     digits, unit = re.fullmatch(r"([\d.]+)(.*)", form).groups()  # type: ignore[union-attr]
-    content = json.loads((RESULTS / f"{report}.json").read_text())
+    content = _content(report)
     try:
         values = [follow(content, f"{start}.{name}") for name in names.split(" / ")]
     except LookupError:
@@ -76,6 +94,11 @@ def figure(report: str, path: str, start: str = "") -> str:
             return "" if reason == "out of time" else reason
     value = functools.reduce(operator.truediv, values)
     return f"{value * UNITS[unit]:,.{len(digits.partition('.')[2])}f}{unit}"
+
+
+@functools.cache
+def _content(report: str) -> Any:
+    return json.loads((RESULTS / f"{report}.json").read_text())
 
 
 def follow(node: Any, path: str) -> Any:
