@@ -1,6 +1,6 @@
 """Whether the logits of a model have the same bits in every schedule, and otherwise which module breaks it.
 
-Kernels of this package do not let a token's result depend on its neighbours. The rest of a model's code may: it is
+Kernels of this package do not let a token's result depend on its neighbors. The rest of a model's code may: it is
 found by computing the same tokens in two schedules, never by name.
 """
 

@@ -33,7 +33,7 @@ def _partners(d, HALF: tl.constexpr, INTERLEAVED: tl.constexpr):
         partner = tl.where(d < HALF, d + HALF, d - HALF)
         frequency = tl.where(d < HALF, d, d - HALF)
         sign = tl.where(d < HALF, -1.0, 1.0)
-        if HALF % 8 == 0:  # allows vectorised loads
+        if HALF % 8 == 0:  # allows vectorized loads
             partner = tl.max_contiguous(tl.multiple_of(partner, 8), 8)
             frequency = tl.max_contiguous(tl.multiple_of(frequency, 8), 8)
     return partner, frequency, sign

@@ -362,7 +362,7 @@ def _placed(place: Callable[[Any], Any], address: Any) -> Any:
 def _merged_dims(shape: Sequence[int], strides: Sequence[Sequence[int]]) -> list[tuple[int, ...]] | None:
     """Return `_DIMS` dimensions with the same elements in the same order: (size, stride of each tensor) of each.
 
-    Neighbours that are one run in all tensors are merged. None: there are more.
+    Neighbors that are one run in all tensors are merged. None: there are more.
     """
     merged: list[tuple[int, ...]] = []
     for size, *steps in zip(shape, *strides, strict=True):

@@ -3,7 +3,7 @@
 cuBLAS chooses a kernel by the number of rows, and may cut the inputs of a product into parts; PyTorch's sums choose by
 the number of results how many threads share one. `InvariantOps` replaces products of matrices, sums, means, variances,
 norms and softmax of floating point numbers by the kernels of `hf_parallel.kernels.triton.invariant`. Other operations
-stay with PyTorch: an elementwise operation does not depend on neighbouring numbers.
+stay with PyTorch: an elementwise operation does not depend on neighboring numbers.
 
 vLLM's batch-invariant mode replaces operations likewise, for the whole process; here they are replaced for a pass.
 """
