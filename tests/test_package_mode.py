@@ -82,6 +82,7 @@ def test_modes_put_in_as_the_page_says_pass_the_tests_for_all_modes(tmp_path: Pa
             shutil.copy(ROOT / name, tmp_path / name)
     for mode in OWN:
         put_in(tmp_path, mode)
+        subprocess.run([sys.executable, "docs/generated.py"], cwd=tmp_path, check=True, timeout=600)
     of_modes = " or ".join(OWN)
     of_all = "test_representations_are_short or test_every_page_is_in_the_navigation or docstring"
     selected = ["-k", f"{of_modes} or {of_all}", "-m", "slow or not slow", "-p", "no:xdist", "-p", "no:cacheprovider"]
