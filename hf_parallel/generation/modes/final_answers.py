@@ -6,7 +6,7 @@ import logging
 import math
 import re
 from collections.abc import Hashable, Sequence
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import regex
 
@@ -68,6 +68,33 @@ def find_answer(pattern: str, text: str) -> str | None:
     if not pattern:
         return None
     return _last_answer(find_matches(pattern, text))
+
+
+class GrowingAnswer(NamedTuple):
+    """A final answer in a text that is still being written."""
+
+    text: str
+    may_change: bool
+    """Whether further text may make it longer: `(\\d+)` matches the first digit of a number, too."""
+
+
+def first_answer(pattern: str, text: str, begin: int) -> GrowingAnswer | None:
+    """Return the first non-blank final answer that ends after character `begin` of a text, or None."""
+    for match in find_matches(pattern, text):
+        answer = _last_answer([match])
+        if answer is not None and match.end() > begin:
+            return GrowingAnswer(answer, match.end() == len(text) and _may_grow(pattern, match))
+    return None
+
+
+def _may_grow(pattern: str, match: regex.Match[str]) -> bool:
+    """Return whether a match at the end of a text may be another one once more text follows."""
+    try:
+        # It never matches, so that all matches of the pattern are tried; a partial one has reached the end of the text.
+        longer = regex.compile(f"(?:{pattern})(?!)")
+        return longer.match(match.string, match.start(), partial=True, timeout=PATTERN_SECONDS) is not None
+    except (regex.error, TimeoutError):
+        return True
 
 
 class AnswerSearch:

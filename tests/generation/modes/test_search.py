@@ -20,6 +20,7 @@ from workers import TOKENIZER, Listener
 import hf_parallel
 from hf_parallel import SharedPrefixCache
 from hf_parallel.detokenizer import visible_text
+from hf_parallel.generation.modes.final_answers import first_answer
 from hf_parallel.generation.modes.search.selection import systematic
 from hf_parallel.generation.sampling.rng import RowRNG, draw, mix
 
@@ -138,7 +139,8 @@ class Replay:
         scores = [self.score(row) for row in racing]
         if config.select == "systematic":
             offset = (mix(mix(SEED, self.prompt), -self.selections) % 2**53) / 2**53
-            copies = systematic(scores, config.width, config.selection_temperature, offset)
+            held = [row.places for row in racing]
+            copies = systematic(scores, held, config.width, config.selection_temperature, offset)
         else:
             order = sorted(range(len(scores)), key=lambda k: -scores[k])[: config.num_kept]
             copies = [int(k in order) for k in range(len(scores))]
@@ -151,6 +153,7 @@ class Replay:
             elif count:
                 self.fork(row, count - 1)
             if not count:
+                row.places = 0
                 row.outcome = "dropped"
                 self.racing.remove(row)
         for row in self.racing:
@@ -323,7 +326,7 @@ def test_a_reward_model_ranks_the_candidates_of_a_search() -> None:
 
 def test_confidence_is_that_of_sampled_tokens_where_a_consensus_has_added_an_answer() -> None:
     probing = {"stop_on": "consensus", "consensus": 0.51, "probe_prompt": "So", "probe_tokens": 2}
-    out = search(width=2, interval=4, keep=2, score="confidence", answer_pattern="So((?s:.)(?s:.)?)", **probing)
+    out = search(width=2, interval=4, keep=2, score="confidence", answer_pattern="So((?s:.))", **probing)
     plain = search(width=2, interval=4, keep=2, score="confidence")
     ended = [prompt for prompt in range(2) if "consensus" in out.record.end_reasons.values()]
     assert ended
@@ -335,7 +338,7 @@ def test_confidence_is_that_of_sampled_tokens_where_a_consensus_has_added_an_ans
 @torch.no_grad()
 def test_consensus_ends_a_search_with_the_greedy_answer_of_its_best_candidate() -> None:
     probing = {"stop_on": "consensus", "consensus": 0.51, "probe_prompt": "So", "probe_tokens": 2}
-    pattern = "So((?s:.)(?s:.)?)"
+    pattern = "So((?s:.))"
     calls: list[int] = []
 
     def agree(candidate: Any) -> float:
@@ -365,19 +368,107 @@ def test_consensus_ends_a_search_with_the_greedy_answer_of_its_best_candidate() 
 
 
 @given(
-    scores=st.lists(st.floats(-5, 5), min_size=1, max_size=12),
+    candidates=st.lists(st.tuples(st.floats(-5, 5), st.integers(1, 4)), min_size=1, max_size=12),
     places=st.integers(1, 20),
     temperature=st.floats(0.1, 5),
     offset=st.floats(0, 1, exclude_max=True),
 )
 def test_systematic_resampling_gives_each_candidate_its_share(
-    scores: list[float], places: int, temperature: float, offset: float
+    candidates: list[tuple[float, int]], places: int, temperature: float, offset: float
 ) -> None:
-    copies = systematic(scores, places, temperature, offset)
-    weights = torch.tensor(scores, dtype=torch.float64).div(temperature).softmax(0) * places
+    scores, held = map(list, zip(*candidates, strict=True))
+    copies = systematic(scores, held, places, temperature, offset)
+    weights = torch.tensor(scores, dtype=torch.float64).div(temperature).softmax(0) * torch.tensor(held)
+    shares = weights / weights.sum() * places
     assert sum(copies) == places
-    for count, weight in zip(copies, weights.tolist(), strict=True):
-        assert weight - 1.0001 <= count <= weight + 1.0001
+    for count, share in zip(copies, shares.tolist(), strict=True):
+        assert share - 1.0001 <= count <= share + 1.0001
+
+
+def test_systematic_resampling_is_unbiased() -> None:
+    """Over evenly spaced offsets, a candidate gets its share on average; one with k places is like k candidates."""
+    scores = [0.3, -1.0, 2.0, 2.0, -4.0]
+    held = [1, 3, 2, 1, 1]
+    offsets = [(number + 0.5) / 4000 for number in range(4000)]
+    copies = torch.tensor([systematic(scores, held, 8, 0.7, offset) for offset in offsets], dtype=torch.float64)
+    weights = torch.tensor(scores, dtype=torch.float64).div(0.7).exp() * torch.tensor(held)
+    torch.testing.assert_close(copies.mean(0), weights / weights.sum() * 8, atol=1e-3, rtol=0)
+
+
+def test_infinite_scores_of_a_particle_filter_are_limits() -> None:
+    inf = math.inf
+    assert systematic([inf, 1.0, inf, -inf], [1, 1, 1, 1], 4, 1.0, 0.5) == [2, 0, 2, 0]
+    assert systematic([-inf, -inf], [1, 1], 2, 1.0, 0.5) == [1, 1]
+    assert systematic([-inf, 0.0], [1, 1], 2, 1.0, 0.5) == [0, 2]
+
+
+def test_ended_candidates_of_a_particle_filter_keep_the_weight_of_all_their_places() -> None:
+    """All scores are equal: with an offset of a half, every candidate keeps its places at every selection."""
+    out = search(width=6, interval=2, select="systematic", scorer=lambda candidate: 0.0, eos_token_id=[*range(60)])
+    for tree in out.trees:
+        assert sum(branch.places for branch in tree) == 6
+        assert [branch.places for branch in tree] == [1] * 6
+
+
+def test_a_seed_repeats_the_searches_of_a_batch_one_by_one_and_whatever_is_returned() -> None:
+    filters = {"width": 4, "interval": 3, "select": "systematic"}
+    together = search(**filters, seed=[*range(8)], num_return_sequences=2)
+    one_each = search(**filters, seed=[*range(8)])
+    assert [tree[0] for tree in one_each.trees] == [tree[0] for tree in together.trees[::2]]
+    for prompt, ids in enumerate(PROMPTS):
+        seeds = [*range(4 * prompt, 4 * prompt + 4)]
+        alone = MODELS["llama"].generate(
+            ids[None],
+            **{**filters, "generation_mode": "search", "tokenizer": TOKENIZER, "do_sample": True, "top_k": 0},
+            temperature=TEMPERATURE,
+            max_new_tokens=NEW,
+            eos_token_id=END,
+            pad_token_id=tiny.PAD,
+            return_dict_in_generate=True,
+            seed=seeds,
+        )
+        texts = [(branch.parent, branch.begin, branch.text) for branch in alone.trees[0]]
+        assert texts == [(branch.parent, branch.begin, branch.text) for branch in one_each.trees[prompt]]
+
+
+@pytest.mark.parametrize(
+    ("pattern", "text", "begin", "expected"),
+    [
+        (r"(\d+)", "is 3", 0, ("3", True)),
+        (r"(\d+)", "is 32.", 0, ("32", False)),
+        (r"(\d+)", "2 is 3", 2, ("3", True)),
+        (r"(\d+)", "2 is ", 5, None),
+        (r"\\boxed\{([^}]*)\}", r"\boxed{4}", 7, ("4", False)),
+        (r"\\boxed\{([^}]*)\}", r"\boxed{ }", 7, None),
+        ("(yes|yes indeed)", "yes", 0, ("yes", True)),
+        ("(?i)(no|yes)", "YES", 0, ("YES", False)),
+        ("(?x) (yes) # no", "yes", 0, ("yes", True)),
+    ],
+)
+def test_an_answer_may_change_until_its_pattern_can_match_no_more(
+    pattern: str, text: str, begin: int, expected: tuple[str, bool] | None
+) -> None:
+    assert first_answer(pattern, text, begin) == expected
+
+
+@torch.no_grad()
+def test_a_probe_writes_its_answer_to_the_end() -> None:
+    """The pattern matches one to four characters: the answer has four, or fewer if the row ends."""
+    pattern = "So((?s:.){1,4})"
+    probing = {"stop_on": "consensus", "probe_prompt": "So", "probe_tokens": 6}
+    out = search(width=1, interval=4, answer_pattern=pattern, **probing)
+    plain = tiny.build("llama")
+    for prompt in range(2):
+        assert out.num_selections[prompt] == 1
+        new = out.sequences[prompt, BATCH.shape[1] : out.record.lengths[prompt]].tolist()
+        ids = torch.cat((PROMPTS[prompt], torch.tensor([*new[:4], *map(ord, "So")])))
+        written: list[int] = []
+        while len(written) < 4 and written[-1:] != [END]:
+            token = int(plain(ids[None]).logits[0, -1].argmax())
+            ids = torch.cat((ids, torch.tensor([token])))
+            written.append(token)
+        assert new[6:] == [token for token in written if token != END]
+        assert out.answers[prompt] == TOKENIZER.decode(new[6:])[:4]  # a token may have two characters
 
 
 def test_streams_and_transcripts_show_the_tree() -> None:
@@ -424,6 +515,7 @@ def test_votes_count_the_places_of_candidates() -> None:
         ({"choose": "vote", "answer_pattern": ""}, ValueError, "answer_pattern must not be empty"),
         ({"scorer_model": 3}, ValueError, "a reward model must be .* got int"),
         ({"scorer": len, "scorer_model": 3}, ValueError, "scorer and scorer_model were both given"),
+        ({"scorer": len, "score": "confidence"}, ValueError, "score='confidence' and scorer were both given"),
     ],
 )
 def test_invalid_settings_raise(arguments: dict[str, Any], error: type[Exception], words: str) -> None:

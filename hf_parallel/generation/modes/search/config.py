@@ -40,8 +40,8 @@ class SearchConfig(SearchSettings):
     selection_temperature : float
         For `systematic`: weights are the softmax of the scores divided by it.
     score : str
-        `log_prob`: mean log-probability of a candidate's tokens under the model. `confidence`: lowest group confidence
-        (DeepConf).
+        `log_prob`: mean log-probability of a candidate's tokens under the model, those of its parents included.
+        `confidence`: lowest group confidence (DeepConf). With a `scorer` or `scorer_model`, leave the default.
     confidence_window : int
         For `confidence`: tokens of a group.
     scorer : callable or str, optional
@@ -54,10 +54,12 @@ class SearchConfig(SearchSettings):
         `consensus`: at each selection, ask every candidate for its final answer, and end the search of a prompt once
         enough agree. The best candidate with this answer ends with it.
     consensus : float
-        For `consensus`: fraction of the candidates that must agree, more than 0.5 and at most 1.
+        For `consensus`: fraction of the candidates that must agree, more than 0.5 and at most 1. A candidate of a
+        particle filter counts once for each of its places.
     probe_prompt : str
         For `consensus`: text after which a candidate states its final answer. Probes are greedy, and no candidate sees
-        them.
+        them. A probe ends where no further text can change its answer: after `}` of `\boxed{42}`, or after the first
+        character that follows a number, if the pattern is `(\d+)`.
     probe_tokens : int
         For `consensus`: maximum tokens of a probe.
     choose : str

@@ -30,7 +30,7 @@ class SearchBranch:
     scores: list[tuple[int, float]] = field(default_factory=list)
     """Its number of new tokens and its score, at each selection and at its end."""
     places: int = 1
-    """Places that it holds at the end, each of which has a vote."""
+    """Places that it holds at the end, each of which has a vote; 0: it was dropped."""
     outcome: str = ENDED
     """`returned`, `ended` or `dropped`."""
 

@@ -15,7 +15,7 @@ from hf_parallel.generation.arguments import encode
 from hf_parallel.generation.decoding.loop import DecodeLoop
 from hf_parallel.generation.decoding.rows import Row
 from hf_parallel.generation.decoding.wants import Steps
-from hf_parallel.generation.modes.final_answers import find_answer
+from hf_parallel.generation.modes.final_answers import first_answer
 
 
 class Probe:
@@ -23,8 +23,30 @@ class Probe:
 
     def __init__(self, row: Row, prompt: Sequence[int]) -> None:
         self.row = row
-        self.tokens = list(prompt)
+        self.prompt = list(prompt)
+        self.written: list[int] = []
         self.answer: str | None = None
+        self.is_over = False
+        self._num_needed = 0  # written tokens that hold the answer
+
+    @property
+    def tokens(self) -> list[int]:
+        """The prompt, and what was written up to the end of the answer."""
+        return [*self.prompt, *self.written[: self._num_needed]]
+
+    def add(self, token: int, loop: DecodeLoop, prompt: str, pattern: str) -> None:
+        """Append a token. The probe is over once no further text can change its answer."""
+        call = loop.call
+        self.written.append(token)
+        text = prompt + visible_text(call.tokenizer, self.written, call.hidden_tokens)
+        found = first_answer(pattern, text, begin=len(prompt))
+        self.is_over = token in call.eos_token_ids
+        if found is None:
+            return
+        if found.text != self.answer:
+            self._num_needed = len(self.written)
+        self.answer = found.text
+        self.is_over |= not found.may_change
 
 
 def probe(loop: DecodeLoop, rows: Sequence[Row], prompt: str, max_tokens: int, pattern: str) -> Steps[dict[Row, Probe]]:
@@ -32,8 +54,7 @@ def probe(loop: DecodeLoop, rows: Sequence[Row], prompt: str, max_tokens: int, p
 
     The keys and values that a candidate has computed become part of the prefix tree, where its probe sees them.
     """
-    call = loop.call
-    prompt_tokens = encode(call.tokenizer, prompt)
+    prompt_tokens = encode(loop.call.tokenizer, prompt)
     for row in rows:
         loop.keep_block(row)
     probes = [Probe(row, prompt_tokens) for row in rows]
@@ -49,15 +70,10 @@ def probe(loop: DecodeLoop, rows: Sequence[Row], prompt: str, max_tokens: int, p
             assert isinstance(logits, torch.Tensor), "nothing was asked to be sampled"
             tokens = logits.argmax(dim=-1).tolist()
             loop.stats.decoded_tokens += len(tokens)
-            continuing = []
             for each, token in zip(active, tokens, strict=True):
-                each.tokens.append(token)
                 asking[each].pending = [token]
-                written = visible_text(call.tokenizer, each.tokens[len(prompt_tokens) :], call.hidden_tokens)
-                each.answer = find_answer(pattern, prompt + written)
-                if each.answer is None and token not in call.eos_token_ids:
-                    continuing.append(each)
-            active = continuing
+                each.add(token, loop, prompt, pattern)
+            active = [each for each in active if not each.is_over]
             if not active:
                 break
     finally:

@@ -45,7 +45,7 @@ class SearchRun(CandidateRun):
         self.parents: dict[Row, tuple[Row, int]] = {}
         """The parent of each fork, and the number of new tokens that it has from it."""
         self.places: dict[Row, int] = {}
-        """Places of candidates that have ended and got more than one."""
+        """Places of candidates that have ended, after a selection; those that generate have one each."""
         self.history: dict[Row, list[tuple[int, float]]] = {}
         """Scores of each candidate; see `SearchBranch.scores`."""
         self.num_selections: dict[Contest, int] = {}
@@ -99,7 +99,8 @@ class SearchRun(CandidateRun):
         config = self.config
         scores = [self.scores[row] for row in contest.racing]
         if config.select == "systematic":
-            return systematic(scores, config.width, config.selection_temperature, self._uniform(contest))
+            held = self._places(contest.racing)
+            return systematic(scores, held, config.width, config.selection_temperature, self._uniform(contest))
         kept = best(scores, config.num_kept, config.num_kept)
         # A candidate that has ended keeps its place. It is not forked, so the other places go to those that generate.
         copies = [0] * len(scores)
@@ -116,19 +117,24 @@ class SearchRun(CandidateRun):
             copies[index] = count
         return copies
 
+    def _places(self, rows: Sequence[Row]) -> list[int]:
+        """Return how many places each of the rows holds, each of which has a vote."""
+        return [self.places.get(row, 1) for row in rows]
+
     def _uniform(self, contest: Contest) -> float:
-        """Return a random number between 0 and 1 for a selection of a contest."""
+        """Return a random number between 0 and 1 for a selection of a contest, by the seed of its first candidate."""
         seed = self.config.seed
         if seed is None:
             return torch.rand(()).item()
-        if not isinstance(seed, int):
-            seed = seed[self.contests.index(contest) * self.config.width]
-        bits = mix(mix(int(seed), contest.prompt_row), -self.num_selections[contest])
+        number = self.contests.index(contest)
+        of_contest = seed[number * self.config.width] if isinstance(seed, Sequence) else mix(int(seed), number)
+        bits = mix(int(of_contest), -self.num_selections[contest])
         return (bits % 2**53) / 2**53
 
     def _drop(self, contest: Contest, row: Row, reason: str) -> None:
         """End a candidate, or give up one that has ended, and free its own block."""
         contest.racing.remove(row)
+        self.places[row] = 0
         if row in contest.ended:
             row.dropped = True
             self.call.record.end_reasons[row.output_row] = reason
@@ -169,9 +175,9 @@ class SearchRun(CandidateRun):
         for row in contest.racing:
             answer = probes[row].answer if row in probes else self.final_answer(row)
             answers.append(None if answer is None else normal_form(answer))
-        _, votes = majority(answers)
-        most = max(votes.values(), default=0)
-        if most < config.consensus * len(answers):
+        places = self._places(contest.racing)
+        _, votes = majority(answers, places)
+        if max(votes.values(), default=0) < config.consensus * sum(places):
             return False
         winner = max(votes, key=votes.__getitem__)
         agreeing = [row for row, answer in zip(contest.racing, answers, strict=True) if answer == winner]
@@ -220,7 +226,9 @@ class SearchRun(CandidateRun):
         for contest in self.contests:
             ranked, votes = self._ranked(contest)
             # A candidate that holds several places is returned that often if there are too few others.
-            repeated = [row for row in ranked for _ in range(self.places.get(row, 1) - 1)]
+            repeated = []
+            for row, places in zip(ranked, self._places(ranked), strict=True):
+                repeated += [row] * (places - 1)
             returned += [*ranked, *repeated][: self.num_returned]
             votes_of += [votes] * self.num_returned
         trees = [self._tree(contest, set(returned)) for contest in self.contests]
@@ -243,7 +251,7 @@ class SearchRun(CandidateRun):
         for row in ranked:
             answer = self.final_answer(row)
             forms.append(None if answer is None else normal_form(answer))
-        _, votes = majority(forms, [float(self.places.get(row, 1)) for row in ranked])
+        _, votes = majority(forms, self._places(ranked))
         if self.config.choose == "vote" and votes:
             winner = max(votes, key=votes.__getitem__)
             order = sorted(range(len(ranked)), key=lambda index: forms[index] != winner)

@@ -21,15 +21,17 @@ def best(scores: Sequence[float], keep: int, places: int) -> list[int]:
     return copies
 
 
-def systematic(scores: Sequence[float], places: int, temperature: float, offset: float) -> list[int]:
+def systematic(
+    scores: Sequence[float], held: Sequence[int], places: int, temperature: float, offset: float
+) -> list[int]:
     """Return the number of copies of each candidate by systematic resampling, as in a particle filter.
 
-    Weights are the softmax of the scores divided by the temperature. A candidate gets its share of the places, rounded
-    down or up: it gets one for each of the numbers `offset`, `offset + 1`, ... in its part of the cumulated weights;
-    `offset` is between 0 and 1 (Puri et al., Rollout Roulette, 2025).
+    A candidate weighs the softmax of the scores divided by the temperature, as often as it has places, `held`. It gets
+    its share of the places, rounded down or up, and on average over `offset` between 0 and 1 exactly its share: one for
+    each of the numbers `offset`, `offset + 1`, ... in its part of the cumulated weights (Puri et al., Rollout Roulette,
+    2025). Infinite scores are limits: the largest alone have weights.
     """
-    highest = max(scores)
-    weights = [math.exp((score - highest) / temperature) for score in scores]
+    weights = _weights(scores, held, temperature)
     total = math.fsum(weights)
     copies = []
     cumulated = 0.0
@@ -42,3 +44,11 @@ def systematic(scores: Sequence[float], places: int, temperature: float, offset:
         copies.append(end - taken)
         taken = end
     return copies
+
+
+def _weights(scores: Sequence[float], held: Sequence[int], temperature: float) -> list[float]:
+    """Return the weights of candidates, the largest of which is at least 1."""
+    highest = max(scores)
+    if math.isinf(highest):
+        return [float(count if score == highest else 0) for score, count in zip(scores, held, strict=True)]
+    return [count * math.exp((score - highest) / temperature) for score, count in zip(scores, held, strict=True)]

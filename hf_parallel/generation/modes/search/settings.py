@@ -73,6 +73,9 @@ class SearchSettings(ParallelConfig[SearchOutput]):
             resolve_scorer(self.scorer)
             if self.scorer_model is not None:
                 raise ValueError("scorer and scorer_model were both given: pass one of them")
+        for name in ("scorer", "scorer_model"):
+            if getattr(self, name) is not None and self.score != "log_prob":
+                raise ValueError(f"score={self.score!r} and {name} were both given: pass one of them")
         if self.stop_on is not None:
             check_choice("stop_on", self.stop_on, ("consensus",))
         _check_number("consensus", self.consensus)
