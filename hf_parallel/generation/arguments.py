@@ -265,10 +265,17 @@ def check_supported_settings(title: str, config: GenerationConfig, searches_beam
         value = getattr(config, name, None)
         if value not in harmless and (config.return_dict_in_generate or name not in _RETURNED):
             allowed = " or ".join(map(repr, harmless))
-            raise ValueError(f"{name}={value!r} is not supported by {title}; allowed: {allowed}{_PLAINLY}")
+            otherwise = _modes_with_beams() if name in _NO_BEAMS else _PLAINLY
+            raise ValueError(f"{name}={value!r} is not supported by {title}; allowed: {allowed}{otherwise}")
     strategy = config.get_generation_mode()
     if strategy not in _SUPPORTED_STRATEGIES:
         raise ValueError(f"these settings select {strategy.value}, which {title} does not support{_PLAINLY}")
+
+
+def _modes_with_beams() -> str:
+    """Return which modes search beams, for a message."""
+    names = [repr(name) for name, config in MODES.items() if config.traits.searches_beams]
+    return f"; of the modes, {' and '.join(names)} {'search' if len(names) > 1 else 'searches'} beams"
 
 
 def check_beams(title: str, config: GenerationConfig, kwargs: Arguments) -> None:
@@ -282,6 +289,11 @@ def check_beams(title: str, config: GenerationConfig, kwargs: Arguments) -> None
         raise ValueError(f"TopLogProbs is not supported with num_beams={config.num_beams}: rows are chosen at the end")
     if config.low_memory:
         raise ValueError(f"low_memory={config.low_memory!r} is not supported with num_beams; allowed: None or False")
+    if config.diversity_penalty:
+        raise ValueError(
+            f"diversity_penalty={config.diversity_penalty!r} is not supported with num_beams: it belongs to groups of "
+            "beams; allowed: None or 0"
+        )
 
 
 def check_inputs(kwargs: Arguments) -> None:

@@ -31,6 +31,7 @@ class ResampleConfig(SharedPrefixConfig):
     traits = dataclasses.replace(
         SharedPrefixConfig.traits,
         needs_logits_cache=True,
+        searches_beams=False,  # a beam search replays no logits
         example_arguments={"logits_cache": "hf_parallel.LogitsCache()"},
     )
 

@@ -239,10 +239,11 @@ def test_a_seed_repeats_draws_whatever_the_batch() -> None:
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"generation_mode": "best_of", "tokenizer": AsciiTokenizer()}, "num_beams"),
+        ({"generation_mode": "best_of", "tokenizer": AsciiTokenizer()}, "modes, 'shared_prefix' searches beams"),
         ({"generation_mode": "resample", "logits_cache": hf_parallel.LogitsCache()}, "num_beams"),
         ({"generation_mode": "hogwild", "tokenizer": AsciiTokenizer()}, "num_beams"),
         ({"num_beam_groups": 2, "diversity_penalty": 0.5}, "num_beam_groups"),
+        ({"diversity_penalty": 0.5}, "diversity_penalty=0.5 is not supported with num_beams"),
         ({"constraints": [object()]}, "constraints"),
         ({"force_words_ids": [[5]]}, "force_words_ids"),
         ({"num_beams": 0}, "num_beams"),
