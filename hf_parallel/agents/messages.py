@@ -23,6 +23,7 @@ from hf_parallel.generation.validation import (
     check_template,
     check_text,
     check_texts,
+    template_uses,
 )
 
 PACORE_PROMPT = """\
@@ -34,9 +35,11 @@ Original Problem:
 
 Reference Responses:
 {references}
-Now, based on the original problem and reference responses above, please provide your own comprehensive solution.
+
+Now, based on the original problem and reference responses above, please provide your own comprehensive solution.\
 """
-"""Prompt of all rounds but the first: github.com/stepfun-ai/PaCoRe, pacore/batch_inference/base_exp.py."""
+"""Prompt of all rounds but the first, as the template in github.com/stepfun-ai/PaCoRe,
+pacore/batch_inference/base_exp.py, renders it: two blank lines after the references, no line end after the last."""
 PACORE_REFERENCE = "\nReference {number}:\n{text}\n"
 """A message in it."""
 
@@ -77,15 +80,23 @@ async def pacore(
         Returns the message in an answer. Default: what follows `</think>`.
     **settings
         Settings of `Chat.gen`.
+
+    Raises
+    ------
+    ValueError
+        If an argument is invalid, or the chat does not end with a text of the user.
     """
     if not isinstance(rounds, list | tuple) or not rounds:
         raise ValueError(f"rounds must be a list of numbers of answers, got {rounds!r}")
-    for count in rounds:
-        check_int("rounds", count, at_least=1)
+    for index, count in enumerate(rounds):
+        check_int(f"rounds[{index}]", count, at_least=1)
     if reads is not None:
         check_int("reads", reads, at_least=1)
     check_template("prompt", prompt, question="", references="")
     check_template("reference", reference, number=1, text="")
+    for name, template, needed in (("prompt", prompt, "references"), ("reference", reference, "text")):
+        if not template_uses(template, needed):
+            raise ValueError(f"{name} must hold {{{needed}}}, or an answer reads no others, got {template!r}")
     question = _question_of(chat)
     loop = asyncio.get_running_loop()
     counts = [*rounds, 1]
@@ -198,7 +209,8 @@ async def leap(
     paths : int
         Number of paths.
     interval : int
-        Tokens between exchanges. Then the text is cut after its last blank line.
+        Tokens between exchanges. Then the text is cut at its last blank line, as in the authors' script: of an interval
+        without one, nothing is left but what was read before.
     exchanges : int
         Maximum number of exchanges.
     peers : int
@@ -216,6 +228,16 @@ async def leap(
         Texts of which one, at random, asks for a summary, and one begins it.
     **settings
         Settings of `Chat.gen`.
+
+    Returns
+    -------
+    list of PeerPath
+        The paths, in order.
+
+    Raises
+    ------
+    ValueError
+        If an argument is invalid, or the chat does not end with a text of the user.
     """
     for name, count in (
         ("paths", paths),

@@ -115,6 +115,12 @@ def check_template(name: str, template: Any, /, **values: object) -> None:
         raise ValueError(f"{name} may hold {fields} and no other field, got {template!r} ({error!r})") from error
 
 
+def template_uses(template: str, field: str) -> bool:
+    """Return whether a template has a field, or an item of it."""
+    names = [name for _, name, _, _ in Formatter().parse(template) if name is not None]
+    return any(name.partition("[")[0] == field for name in names)
+
+
 def json_error(value: object) -> str:
     """Return why a value does not survive a round trip through JSON; empty if it does."""
     try:

@@ -41,8 +41,10 @@ Reference 1:
 Reference 2:
 {}
 
-Now, based on the original problem and reference responses above, please provide your own comprehensive solution.
+
+Now, based on the original problem and reference responses above, please provide your own comprehensive solution.\
 """
+"""What the template of the authors renders for two references."""
 
 
 def test_the_answers_of_a_round_are_the_references_of_the_next_without_their_thinking() -> None:
@@ -64,7 +66,7 @@ def test_the_answers_of_a_round_are_the_references_of_the_next_without_their_thi
 
 
 LOW_FIELDS = LOW.replace("2+2?", "{question}").replace(
-    "\nReference 1:\n{}\n\nReference 2:\n{}\n\nNow", "{references}\nNow"
+    "\nReference 1:\n{}\n\nReference 2:\n{}\n\n\nNow", "{references}\n\nNow"
 )
 
 
@@ -288,7 +290,9 @@ def test_invalid_settings_of_leap_raise(settings: dict[str, Any], message: str) 
     ("counts", "settings", "message"),
     [
         ((), {}, "rounds must be a list"),
-        ((0,), {}, "rounds must be"),
+        ((2, 0), {}, r"rounds\[1\] must be an int of at least 1, got 0"),
+        ((2,), {"prompt": "Say {question}"}, "prompt must hold {references}"),
+        ((2,), {"reference": "{number}."}, "reference must hold {text}"),
         ((2,), {"reads": 0}, "reads must be"),
         ((2,), {"prompt": "{answer}"}, "prompt may hold"),
     ],

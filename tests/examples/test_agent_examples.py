@@ -37,6 +37,7 @@ def load(name: str) -> ModuleType:
 
 game24, bug_repair = load("agents_game24"), load("agents_bug_repair")
 debate, hogwild, mcts = load("agents_debate"), load("agents_hogwild"), load("agents_mcts")
+leap, pacore = load("agents_leap"), load("agents_pacore")
 
 
 @pytest.mark.slow
@@ -48,6 +49,8 @@ debate, hogwild, mcts = load("agents_debate"), load("agents_hogwild"), load("age
         (debate, {"SIDES": {"Ana": "a library", "Ben": "a pool", "Cem": "a park"}}),
         (hogwild, {"ROUNDS": 1}),
         (mcts, {"ITERATIONS": 2}),
+        (leap, {"INTERVAL": 6}),
+        (pacore, {}),
     ],
     ids=lambda one: one.__name__ if isinstance(one, ModuleType) else "",
 )
@@ -139,3 +142,27 @@ def test_workers_write_again_until_the_checker_is_content() -> None:
     content = Runtime(ScriptedModel(lambda *_: "ok")).run(hogwild.team, "Plan.")
     assert content.value == {"answer": "ok", "remarks": ["ok"]}
     assert content.stats.completions == 2
+
+
+# Paths that read each other
+
+
+def test_answers_of_a_round_read_first_sentences_of_the_last() -> None:
+    model = ScriptedModel(lambda messages, settings, seed: f"{len(messages[-1]['content'])} it is. And more.")
+    value = Runtime(model).run(pacore.coordinated, "Q").value
+    first, later = value["messages"][:4], value["messages"][4:]
+    assert first == ["1 it is."] * 4
+    assert later == [f"{len(model.calls[4][-1]['content'])} it is."] * 2
+    assert value["answer"] == f"{len(model.calls[-1][-1]['content'])} it is. And more."
+    assert all("And more" not in messages[-1]["content"] for messages in model.calls)
+
+
+def test_paths_read_the_summary_of_one_peer() -> None:
+    def think(messages: Messages, settings: Mapping[str, Any], seed: int) -> str:
+        if "</summarize>" in settings.get("stop_strings", ()):
+            return " it is so </summarize>"
+        return " ".join(["word"] * leap.INTERVAL)
+
+    paths = Runtime(ScriptedModel(think)).run(leap.peers, "Q").value
+    assert [len(path.messages) for path in paths] == [2] * leap.PATHS
+    assert all(len(message.read) == 1 for path in paths for message in path.messages)
