@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from typing import Any
 
@@ -60,8 +61,15 @@ def split_arguments(
     check_no_logits_cache(settings)
     if {"past_key_values", CACHE} & settings.keys():
         raise ValueError("an engine has a cache of its own: past_key_values cannot be given")
-    arguments = {**settings, "return_dict_in_generate": True}
-    check_generation_config(arguments.get("generation_config"))
+    arguments = dict(settings)
+    generation_config = arguments.get("generation_config")
+    check_generation_config(generation_config)
+    if generation_config is None:
+        arguments["return_dict_in_generate"] = True
+    else:  # transformers deprecates settings beside a config
+        arguments.pop("return_dict_in_generate", None)
+        arguments["generation_config"] = copy.deepcopy(generation_config)
+        arguments["generation_config"].return_dict_in_generate = True
     parallel_config = arguments.get("parallel_config")
     config: ParallelConfig | None
     if mode is None and not isinstance(parallel_config, ParallelConfig):

@@ -130,6 +130,10 @@ class RequestHandle:
             await self._wait_async(lambda: self.done)
         return self._finished()
 
+    def ended(self) -> Future[None]:
+        """Return a future that ends with the request, for `concurrent.futures.wait`; it has no result and no error."""
+        return self._future(lambda: self.done)
+
     def cancel(self) -> None:
         """End the request at the next step and free its memory. Does nothing if it has ended."""
         if not self.done:

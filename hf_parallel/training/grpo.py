@@ -11,7 +11,6 @@ from typing import Any, TypeAlias
 import torch
 from accelerate import Accelerator
 from torch import nn
-from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
 from transformers import (
     GenerationConfig,
@@ -39,9 +38,10 @@ from hf_parallel.training.attention import (
     require_enabled,
 )
 from hf_parallel.training.collator import DataCollatorForParallel
+from hf_parallel.training.conversations import Conversation
 from hf_parallel.training.example import ParallelExample
 from hf_parallel.training.images import OF_TOKENS, read_prompts
-from hf_parallel.training.rollouts import EXAMPLES, TEXTS, sample_rows
+from hf_parallel.training.rollouts import EXAMPLES, TEXTS, hold_conversations, sample_rows
 from hf_parallel.training.states import states_branched
 from hf_parallel.training.tree import Targets, computing_targets, tree_batch
 
@@ -86,6 +86,8 @@ class SharedPrefixLossMixin:
     temperature: float
     _entropy_bonus_enabled = False
     """Whether entropies have a part in the loss, which `GRPOTrainer` sets."""
+    _tool_mask: torch.Tensor | None = None
+    """Mask of the completion tokens that the model sampled, `[rows, length]`, in the next pass; None: all."""
 
     def __init__(self, *args: object, **kwargs: object) -> None:
         super().__init__(*args, **kwargs)
@@ -105,7 +107,10 @@ class SharedPrefixLossMixin:
         compute_aux_loss: bool = False,
         **inputs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None, None]:
-        """Return log-probabilities and entropies `[rows, logits_to_keep]`; see `trl.GRPOTrainer`. 0 for padding."""
+        """Return log-probabilities and entropies `[rows, logits_to_keep]`; see `trl.GRPOTrainer`.
+
+        0 for padding and for tokens of tools, for which the model computes no logits.
+        """
         if compute_aux_loss:
             raise ValueError(f"{type(self).__name__} has no auxiliary loss of mixtures of experts")
         begin = input_ids.shape[1] - logits_to_keep
@@ -121,15 +126,23 @@ class SharedPrefixLossMixin:
         pairs = []
         for prompt, completion, mask in zip(prompts, completions, masks, strict=True):
             pairs.append((tuple(prompt), completion[mask].tolist()))
+        sampled = masks
+        if self._tool_mask is not None:
+            sampled = masks & self._tool_mask.bool().cpu()
         log_probs: list[torch.Tensor] = []
         entropies: list[torch.Tensor] = []
         size = batch_size or len(pairs)
         for start in range(0, len(pairs), size):
-            batch, targets, trees = self._layout(model, pairs, images, slice(start, start + size))
+            chosen = slice(start, start + size)
+            batch, targets, trees = self._layout(model, pairs, images, chosen)
+            if self._tool_mask is not None:
+                targets = [
+                    row.where(of_row[mask].tolist())
+                    for row, of_row, mask in zip(targets, sampled[chosen], masks[chosen], strict=True)
+                ]
             inner = self._inner(model)
             ids = [token for row in targets for token in row.ids]
             labels = torch.tensor([ids], device=input_ids.device)
-            counts = [len(row.ids) for row in targets]
             with self.accelerator.autocast(), states_branched(inner, trees), computing_targets(inner, targets):
                 layout: LayoutBatch | None = batch.get("block_cache")
                 if layout is not None or self._needs_logits:
@@ -140,11 +153,12 @@ class SharedPrefixLossMixin:
                     output = model(**batch, shift_labels=labels, fused_lm_head=True)  # TRL's, which stores no logits
                     of_targets = output.log_probs[0]
                     entropy = output.entropy[0] if compute_entropy else of_targets.new_empty(0)
-            log_probs += of_targets.split(counts)
+            log_probs.append(of_targets)
             if compute_entropy:
-                entropies += entropy.split(counts)
-        padded_entropies = _padded(entropies, logits_to_keep) if compute_entropy else None
-        return _padded(log_probs, logits_to_keep), padded_entropies, None
+                entropies.append(entropy)
+        sampled = sampled.to(input_ids.device)
+        padded_entropies = _scattered(entropies, sampled) if compute_entropy else None
+        return _scattered(log_probs, sampled), padded_entropies, None
 
     def _is_exact(self, model: nn.Module, images: Sequence[Image]) -> bool:
         """Whether the forward pass has the bits of inference, so that log-probabilities are those of sampling."""
@@ -161,7 +175,9 @@ class SharedPrefixLossMixin:
 
     def _score(self, logits: torch.Tensor, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return log-probabilities of tokens, and entropies, given their logits `[N, vocabulary]`: `[N]` each."""
-        every = self._scores(logits.float(), ids).log_softmax(-1)
+        if logits.dtype != torch.float64:
+            logits = logits.float()
+        every = self._scores(logits, ids).log_softmax(-1)
         with torch.set_grad_enabled(torch.is_grad_enabled() and self._entropy_bonus_enabled):
             finite = every.masked_fill(every.isneginf(), 0.0)  # tokens that are excluded; 0 * inf is NaN
             entropies = -(every.exp() * finite).sum(-1)
@@ -216,6 +232,10 @@ class SharedPrefixGRPOTrainer(SharedPrefixLossMixin, GRPOTrainer):
     `rollout_func` of `make_rollout_func`, completions are runs of other modes, whose log-probabilities are computed
     from their layouts.
 
+    With `tools` or an `environment_factory`, and the mode, an engine in this process holds the conversations of a
+    batch: each turn continues its row where it stands, so that only the answers of tools are prefilled, and rows do not
+    wait for each other. Prompts, templates, limits and metrics are those of TRL.
+
     Parameters
     ----------
     model, *args, **kwargs
@@ -245,6 +265,8 @@ class SharedPrefixGRPOTrainer(SharedPrefixLossMixin, GRPOTrainer):
             enable(self._inner(self.model))
         if uses_mode:
             require_enabled(self.accelerator.unwrap_model(self.model))
+        self._holds_conversations = uses_mode and bool(self.tools)
+        self._conversations: list[Conversation] = []  # of the batch that is generated
         self._examples: list[ParallelExample] | None = None  # layouts of the rows that are computed next
 
     def _check_sampled(self, has_rollouts: bool) -> None:
@@ -265,14 +287,40 @@ class SharedPrefixGRPOTrainer(SharedPrefixLossMixin, GRPOTrainer):
     def _generate_single_turn(
         self, prompt_ids: list[list[int]], images: object, *args: object, **kwargs: object
     ) -> tuple[list[list[int]], list[list[float]] | None]:
+        if self._holds_conversations:
+            if images:
+                raise ValueError("rollouts with tools in an engine read text only, but prompts have images")
+            self._conversations = hold_conversations(self, prompt_ids)
+            # TRL parses the first answers; `_tool_call_loop` returns the rest.
+            return [conversation.completion_ids[: conversation.turns[0]] for conversation in self._conversations], None
         if not self._takes_sampled:
             return super()._generate_single_turn(prompt_ids, images, *args, **kwargs)  # type: ignore[no-any-return]
         if images:
             raise ValueError("sampled_log_probs=True cannot be used for prompts with images")
         return sample_rows(self, prompt_ids)
 
+    def _tool_call_loop(self, *args: Any) -> tuple[object, ...]:
+        if not self._holds_conversations:
+            return super()._tool_call_loop(*args)  # type: ignore[no-any-return]
+        conversations = self._conversations
+        self._conversations = []
+        log_probs = [conversation.log_probs for conversation in conversations]
+        return (
+            [conversation.tool_mask for conversation in conversations],
+            [conversation.messages for conversation in conversations],
+            [conversation.completion_ids for conversation in conversations],
+            log_probs if self._takes_sampled else None,
+            sum(conversation.num_calls for conversation in conversations),
+            sum(conversation.num_failures for conversation in conversations),
+            [[] for _ in conversations],  # images of tools
+        )
+
     def _generate(self, prompts: list[str | Chat]) -> tuple[object, ...]:
         outputs = list(super()._generate(prompts))
+        tool_mask = outputs[2]
+        if tool_mask is not None:
+            rows = [torch.tensor(mask) for mask in tool_mask]
+            self._tool_mask = pad_sequence(rows, batch_first=True, padding_value=1)
         fields = outputs[5]
         self._examples = fields.pop(EXAMPLES, None)
         if self._examples is not None:  # TRL has decoded the tokens of all rows in the order of sampling
@@ -290,6 +338,7 @@ class SharedPrefixGRPOTrainer(SharedPrefixLossMixin, GRPOTrainer):
             output = super()._generate_and_score_completions(inputs)
         finally:
             self._skips_pass = False
+            self._tool_mask = None
         if self._takes_sampled:
             output["old_per_token_logps"] = output["sampling_per_token_logps"]
         if self._examples is not None:
@@ -356,7 +405,11 @@ class SharedPrefixGRPOTrainer(SharedPrefixLossMixin, GRPOTrainer):
 
     def _compute_loss(self, model: nn.Module, inputs: Arguments) -> torch.Tensor:
         self._examples = inputs.get(EXAMPLES)
-        return super()._compute_loss(model, inputs)
+        self._tool_mask = inputs.get("tool_mask")
+        try:
+            return super()._compute_loss(model, inputs)
+        finally:
+            self._tool_mask = None
 
     def _layout(self, model: nn.Module, rows: Rows, images: Sequence[Image], chosen: slice) -> Layout:
         if self._examples is None:
@@ -375,7 +428,7 @@ class SharedPrefixGRPOTrainer(SharedPrefixLossMixin, GRPOTrainer):
         return self._as_layouts(inner, examples), targets, ()
 
 
-def _padded(values: Sequence[torch.Tensor], length: int) -> torch.Tensor:
-    """Return rows `[n]` as one tensor `[rows, length]`."""
-    rows = pad_sequence(list(values), batch_first=True)
-    return F.pad(rows, (0, length - rows.shape[1]))
+def _scattered(parts: Sequence[torch.Tensor], mask: torch.Tensor) -> torch.Tensor:
+    """Return the values of all tokens in a mask `[rows, length]`, in order, in its shape; 0 elsewhere."""
+    values = torch.cat(list(parts))
+    return values.new_zeros(mask.shape).masked_scatter(mask, values)

@@ -13,12 +13,14 @@ from transformers import PreTrainedTokenizerBase
 from trl import GRPOTrainer
 from trl.models import unwrap_model_for_generation
 
+from hf_parallel.engine import Engine
 from hf_parallel.generation.config import make_config
 from hf_parallel.generation.outputs import ParallelOutput
 from hf_parallel.generation.pass_streamer import PassStreamer
 from hf_parallel.generation.prompts import Chat, encode_task
 from hf_parallel.progress import progress_bar
 from hf_parallel.training.attention import require_enabled
+from hf_parallel.training.conversations import Conversation, ToolRules, hold
 from hf_parallel.training.example import ParallelExample
 from hf_parallel.transcript.record import Record
 
@@ -120,9 +122,46 @@ def sample_rows(trainer: Any, prompt_ids: Sequence[Sequence[int]]) -> tuple[list
     return completions, log_probs
 
 
+def hold_conversations(trainer: Any, prompt_ids: Sequence[Sequence[int]]) -> list[Conversation]:
+    """Return a conversation of the trainer's model with its tools for each prompt of a batch.
+
+    An engine is open in this process meanwhile. Prompts, tools, templates and limits are those that the trainer has
+    prepared for the batch, as TRL does for its own loop.
+    """
+    text_config = trainer.model.config.get_text_config(decoder=True)
+    rules = ToolRules(
+        tokenizer=trainer._tokenizer,
+        suffix_ids=trainer._get_tool_suffix_ids,
+        max_completion_length=trainer.max_completion_length,
+        max_length=text_config.max_position_embeddings,
+        max_iterations=trainer.max_tool_calling_iterations,
+        loop=getattr(trainer, "async_loop", None),
+    )
+    conversations = []
+    for index, ids in enumerate(prompt_ids):
+        functions = {**trainer._sync_tool_dicts[index], **trainer._async_tool_dicts[index]}
+        tools = trainer.tools
+        if trainer.environment_factories is not None:
+            tools = trainer._env_tools[trainer._batch_environments[index]]
+        conversations.append(Conversation(list(ids), tools, functions, rules))
+    config = trainer.generation_config
+    seed: int | None = None
+    if config.do_sample:
+        seed = getattr(config, "seed", None)
+        if seed is None:
+            seed = int(torch.randint(2**62, ()))
+    num_rows = len(conversations)
+    with (
+        _unwrapped(trainer) as model,
+        Engine(model, trainer._tokenizer, max_rows=num_rows, max_waiting=num_rows) as engine,
+    ):
+        hold(engine, conversations, seed, config.generation_mode, config)
+    return conversations
+
+
 @contextmanager
-def _generating(trainer: Any) -> Iterator[Callable[..., ParallelOutput]]:
-    """Yield `generate` of the trainer's model, with its generation arguments."""
+def _unwrapped(trainer: Any) -> Iterator[Any]:
+    """Yield the trainer's model as it generates, without gradients."""
     args = trainer.args
     with (
         unwrap_model_for_generation(
@@ -135,6 +174,13 @@ def _generating(trainer: Any) -> Iterator[Callable[..., ParallelOutput]]:
         torch.no_grad(),
     ):
         require_enabled(model)
+        yield model
+
+
+@contextmanager
+def _generating(trainer: Any) -> Iterator[Callable[..., ParallelOutput]]:
+    """Yield `generate` of the trainer's model, with its generation arguments."""
+    with _unwrapped(trainer) as model:
         generation_config = copy.deepcopy(trainer.generation_config)
         generation_config.return_dict_in_generate = True
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import compress
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -25,6 +26,10 @@ class Targets(NamedTuple):
     row: int
     queries: list[int]
     ids: list[int]
+
+    def where(self, mask: Sequence[bool]) -> Targets:
+        """Return the targets that a mask keeps."""
+        return Targets(self.row, list(compress(self.queries, mask)), list(compress(self.ids, mask)))
 
 
 def tree_logprobs(
