@@ -1,5 +1,6 @@
 """Public names, for type checkers and for `__getattr__` of the package."""
 
+from hf_parallel.training.agent_rollouts import make_agent_rollout_func as make_agent_rollout_func
 from hf_parallel.training.attention import prepare_model as prepare_model
 from hf_parallel.training.attention import teacher_forced_logits as teacher_forced_logits
 from hf_parallel.training.collator import DataCollatorForParallel as DataCollatorForParallel

@@ -6,6 +6,7 @@ import copy
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from functools import cached_property
+from itertools import islice
 from typing import Any, TypeAlias
 
 import torch
@@ -29,6 +30,7 @@ from hf_parallel.generation.mixin import enable, unwrap
 from hf_parallel.generation.prompts import Chat
 from hf_parallel.generation.registry import MODES
 from hf_parallel.generation.settings import Arguments
+from hf_parallel.training.agent_rollouts import SampledRequest
 from hf_parallel.training.attention import (
     LayoutBatch,
     computes_exactly,
@@ -41,7 +43,7 @@ from hf_parallel.training.collator import DataCollatorForParallel
 from hf_parallel.training.conversations import Conversation
 from hf_parallel.training.example import ParallelExample
 from hf_parallel.training.images import OF_TOKENS, read_prompts
-from hf_parallel.training.rollouts import EXAMPLES, TEXTS, hold_conversations, sample_rows
+from hf_parallel.training.rollouts import EXAMPLES, REQUESTS, TEXTS, hold_conversations, sample_rows
 from hf_parallel.training.states import states_branched
 from hf_parallel.training.tree import Targets, computing_targets, tree_batch
 
@@ -268,6 +270,7 @@ class SharedPrefixGRPOTrainer(SharedPrefixLossMixin, GRPOTrainer):
         self._holds_conversations = uses_mode and bool(self.tools)
         self._conversations: list[Conversation] = []  # of the batch that is generated
         self._examples: list[ParallelExample] | None = None  # layouts of the rows that are computed next
+        self._requests: list[list[SampledRequest]] | None = None  # or their requests
 
     def _check_sampled(self, has_rollouts: bool) -> None:
         """Raise `ValueError` if the log-probabilities of sampling are wanted, but not known or not reproducible."""
@@ -323,7 +326,8 @@ class SharedPrefixGRPOTrainer(SharedPrefixLossMixin, GRPOTrainer):
             self._tool_mask = pad_sequence(rows, batch_first=True, padding_value=1)
         fields = outputs[5]
         self._examples = fields.pop(EXAMPLES, None)
-        if self._examples is not None:  # TRL has decoded the tokens of all rows in the order of sampling
+        self._requests = fields.pop(REQUESTS, None)
+        if TEXTS in fields:  # TRL has decoded the tokens of all rows in the order of sampling
             texts = fields.pop(TEXTS)
             completions = outputs[3]
             if isinstance(completions[0], list):
@@ -341,8 +345,11 @@ class SharedPrefixGRPOTrainer(SharedPrefixLossMixin, GRPOTrainer):
             self._tool_mask = None
         if self._takes_sampled:
             output["old_per_token_logps"] = output["sampling_per_token_logps"]
+        # These are shuffled and split with the tensors.
         if self._examples is not None:
-            output[EXAMPLES] = self._examples  # is shuffled and split with the tensors
+            output[EXAMPLES] = self._examples
+        if self._requests is not None:
+            output[REQUESTS] = self._requests
         return output
 
     def _computes_old_log_probs(self) -> bool:
@@ -405,6 +412,7 @@ class SharedPrefixGRPOTrainer(SharedPrefixLossMixin, GRPOTrainer):
 
     def _compute_loss(self, model: nn.Module, inputs: Arguments) -> torch.Tensor:
         self._examples = inputs.get(EXAMPLES)
+        self._requests = inputs.get(REQUESTS)
         self._tool_mask = inputs.get("tool_mask")
         try:
             return super()._compute_loss(model, inputs)
@@ -412,10 +420,13 @@ class SharedPrefixGRPOTrainer(SharedPrefixLossMixin, GRPOTrainer):
             self._tool_mask = None
 
     def _layout(self, model: nn.Module, rows: Rows, images: Sequence[Image], chosen: slice) -> Layout:
-        if self._examples is None:
+        if self._examples is None and self._requests is None:
             return super()._layout(model, rows, images, chosen)
         if images:
             raise ValueError("completions of a rollout_func cannot have images in their prompts")
+        if self._requests is not None:
+            return self._layout_requests(model, self._requests[chosen])
+        assert self._examples is not None
         examples = self._examples[chosen]
         targets = [
             Targets(row, example.target_queries.tolist(), example.target_ids.tolist())
@@ -426,6 +437,24 @@ class SharedPrefixGRPOTrainer(SharedPrefixLossMixin, GRPOTrainer):
             batch, _ = layout_inputs(inner, examples)
             return batch, targets, ()
         return self._as_layouts(inner, examples), targets, ()
+
+    def _layout_requests(self, model: nn.Module, rows: Sequence[Sequence[SampledRequest]]) -> Layout:
+        """Return the layout of rows that consist of several requests: one tree, in which all share what they can."""
+        inner = self._inner(model)
+        requests = [request for row in rows for request in row]
+        tree = ParallelExample.from_tree(
+            [request.prompt for request in requests], [request.completion for request in requests]
+        )
+        queries = iter(tree.target_queries.tolist())
+        ids = iter(tree.target_ids.tolist())
+        targets = []
+        for row in rows:
+            num_tokens = sum(len(request.completion) for request in row)
+            targets.append(Targets(0, list(islice(queries, num_tokens)), list(islice(ids, num_tokens))))
+        if self._is_exact(model, ()):
+            batch, _ = layout_inputs(inner, [tree])
+            return batch, targets, ()
+        return tree_batch([tree], inner.config, inner.dtype, inner.device), targets, [tree]
 
 
 def _scattered(parts: Sequence[torch.Tensor], mask: torch.Tensor) -> torch.Tensor:

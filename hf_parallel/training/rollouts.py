@@ -27,8 +27,14 @@ from hf_parallel.transcript.record import Record
 EXAMPLES = "parallel_examples"
 TEXTS = "parallel_texts"
 """Fields of the dictionary that a `rollout_func` returns: layout and text of each completion."""
+REQUESTS = "parallel_requests"
+"""The same for completions that are several requests: prompt and sampled tokens of each request, in a list for each
+completion."""
 PASSES = "passes"
 """Field that reward functions receive: decode passes until the last row of each completion ended."""
+
+MAX_WAITING = 4096
+"""Requests that may wait in the engine of a batch."""
 
 RolloutFunc = Callable[[Sequence[str | Chat], GRPOTrainer], dict[str, list[object]]]
 
@@ -150,13 +156,19 @@ def hold_conversations(trainer: Any, prompt_ids: Sequence[Sequence[int]]) -> lis
         seed = getattr(config, "seed", None)
         if seed is None:
             seed = int(torch.randint(2**62, ()))
-    num_rows = len(conversations)
-    with (
-        _unwrapped(trainer) as model,
-        Engine(model, trainer._tokenizer, max_rows=num_rows, max_waiting=num_rows) as engine,
-    ):
+    with rollout_engine(trainer, len(conversations)) as engine:
         hold(engine, conversations, seed, config.generation_mode, config)
     return conversations
+
+
+@contextmanager
+def rollout_engine(trainer: Any, num_rows: int) -> Iterator[Engine]:
+    """Yield an open engine of the trainer's model, in which that many rows generate at the same time."""
+    with (
+        _unwrapped(trainer) as model,
+        Engine(model, trainer._tokenizer, max_rows=num_rows, max_waiting=max(num_rows, MAX_WAITING)) as engine,
+    ):
+        yield engine
 
 
 @contextmanager
