@@ -19,6 +19,7 @@ import torch
 from transformers import PreTrainedModel
 
 from hf_parallel.engine import Engine, RequestHandle
+from hf_parallel.generation.modes import PLAIN_MODE
 from hf_parallel.generation.sampling.rng import mix
 from hf_parallel.generation.validation import check_int
 from hf_parallel.training.tree import tree_logprobs
@@ -230,7 +231,7 @@ def sample_tree(
     """
     check_int("segment_tokens", segment_tokens, at_least=1)
     check_int("max_depth", max_depth, at_least=1)
-    settings = {"generation_mode": "shared_prefix", "do_sample": True, "max_new_tokens": segment_tokens, **settings}
+    settings = {"generation_mode": PLAIN_MODE, "do_sample": True, "max_new_tokens": segment_tokens, **settings}
     if callable(branching):
         count = branching
     else:
