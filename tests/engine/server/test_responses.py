@@ -125,7 +125,7 @@ def test_a_previous_response_is_continued_from_the_cache(server: Served, client:
 def test_every_field_of_openai_is_in_the_table_and_answered(
     server: Served, path: str, params: Any, prompt: dict[str, Any]
 ) -> None:
-    page = (Path(__file__).parents[3] / "docs" / "serve.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[3] / "docs" / "serve_api.md").read_text(encoding="utf-8")
     body = {ResponseParams: {"max_output_tokens": 1}}.get(params, {"max_tokens": 1})
     for name in get_type_hints(params):
         assert f"`{name}`" in page or f"`{name}." in page, name

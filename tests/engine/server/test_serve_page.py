@@ -78,7 +78,8 @@ def test_a_request_of_the_page_is_answered(url: str, block: str) -> None:
 
 def test_lm_eval_names_the_model_as_the_server_does() -> None:
     """A server of a model of the Hub names it by its whole id."""
-    served = re.findall(r"hf-parallel serve .*?--model (\S+)", pages.SERVE.read_text())
-    named = re.findall(r"--model_args model=([^,]+),", pages.SERVE.read_text())
+    text = pages.SERVE.read_text() + (pages.SERVE.parent / "serve_api.md").read_text()
+    served = re.findall(r"hf-parallel serve .*?--model (\S+)", text)
+    named = re.findall(r"--model_args model=([^,]+),", text)
     assert named
     assert all("/" in name for name in [*served, *named])
