@@ -8,8 +8,9 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -32,6 +33,7 @@ from hf_parallel.engine.request import ForkPoint, NonFiniteLogitsError, Request,
 from hf_parallel.engine.scheduler import BATCH_TOKENS, QueueFullError, Scheduler
 from hf_parallel.engine.stats import EngineStats, engine_stats
 from hf_parallel.engine.storage import STATE_INTERVAL, KVBudgetError, KVStorage, WeightsChangedError
+from hf_parallel.engine.updates import ON_UPDATE, OnUpdate, Pause, WeightUpdates
 from hf_parallel.generation.decoding.standing import Standing
 from hf_parallel.generation.decoding.table import DecodeTable
 from hf_parallel.generation.decoding.wants import Wait
@@ -40,6 +42,7 @@ from hf_parallel.generation.mixin import enable, unwrap
 from hf_parallel.generation.sampling.parts import Part
 from hf_parallel.generation.sampling.rng import CannotDrawError
 from hf_parallel.generation.sampling.sampler import sample_together
+from hf_parallel.generation.validation import check_choice
 from hf_parallel.kernels.native import release_threads
 from hf_parallel.models.cpu.elementwise import fast_layers
 from hf_parallel.models.decode.adapted_model import AdaptedModel
@@ -147,6 +150,10 @@ class Engine:
         self._known_seconds = 0.0  # of the running step, in the model and in the code of requests
         self._logged_steps: LoggedSteps | None = None  # of the last pass
         self._table = DecodeTable(self._storage.cache)
+        self.weights_version = 0
+        """Number of updates of the weights since the engine was made; see `updating_weights`."""
+        self._unmarked: set[Request] = set()  # whose next tokens are the first of this version
+        self._updates = WeightUpdates()
 
     def __enter__(self) -> Self:
         """Start the engine. Raises `RuntimeError` if another call uses the model."""
@@ -339,6 +346,62 @@ class Engine:
             requests.append(self.prepare(prompt, **of_submit, parent=handle.point(row, num_new), **settings))
         return self.submit_together(requests)
 
+    @contextmanager
+    def updating_weights(self, running: OnUpdate = "recompute") -> Iterator[None]:
+        """Change the model's weights in the body, in place, while the engine waits between two forward passes.
+
+        Parameters
+        ----------
+        running : "recompute", "finish" or "drop"
+            What happens to requests that have begun to generate. `recompute`: they continue with their tokens, whose
+            keys and values the new weights compute again. `finish`: they continue over the keys and values that they
+            have, which no other request uses. `drop`: they fail with `WeightsChangedError`. Requests that have not
+            begun start again, and cached prefixes and leases are deleted.
+
+        Raises
+        ------
+        ValueError
+            If several processes compute the model, or for another `running`.
+        RuntimeError
+            If the engine is not open, and where waiting would never end: inside the body of another update of the same
+            thread, or in code of a request.
+
+        Notes
+        -----
+        Each token has the version of the weights that sampled it (`RequestHandle.token_versions`), which counts the
+        updates. The body must not wait for a request. Gradients may be computed outside of it, while requests run.
+        """
+        check_choice("running", running, ON_UPDATE)
+        if self._ranks.are_several:
+            raise ValueError("weights cannot be updated in an open engine whose model several processes compute")
+        if threading.current_thread() is self._thread:
+            raise RuntimeError("weights cannot be updated in code of a request")
+        with self._updates.begin():
+            self.check_open()
+            pause = Pause(partial(self._use_new_weights, running))
+            self._post(pause.hold)
+            pause.begin(self.check_open)
+            try:
+                yield
+            finally:
+                pause.end(self._check_running)
+
+    def _use_new_weights(self, running: OnUpdate) -> None:
+        """Let requests continue as `updating_weights` says, after the weights have changed."""
+        scheduler = self._scheduler
+        scheduler.standing = None
+        self.weights_version += 1
+        if running == "finish":
+            self._storage.epoch += 1
+        for request in list(scheduler.running):
+            if running == "drop" and request.has_started:
+                self._call(request, request.fail, WeightsChangedError("the weights were updated while the request ran"))
+            elif not request.preempted and (running != "finish" or not request.has_started):
+                scheduler.preempt(request)
+        self._unmarked = {request for request in scheduler.running if request.has_started}
+        if self._storage.take_weights(self.model):
+            self._cached_model = self._new_model()
+
     def renew(self, lease: Lease) -> None:
         """Let the time of a lease begin again."""
         self._post(partial(self._storage.leases.renew, lease))
@@ -354,10 +417,14 @@ class Engine:
                 self._posted.append(function)
                 self._changed.notify_all()
 
-    def check_open(self) -> None:
-        """Raise `RuntimeError` if the engine accepts no requests."""
+    def _check_running(self) -> None:
+        """Raise `RuntimeError` if an error has stopped the engine."""
         if self.error is not None:
             raise RuntimeError("the engine has stopped") from self.error
+
+    def check_open(self) -> None:
+        """Raise `RuntimeError` if the engine accepts no requests."""
+        self._check_running()
         if self._thread is None or self.is_closing:
             raise RuntimeError("the engine is not open: use it as `with Engine(...) as engine:`")
         self._check_process()
@@ -424,10 +491,13 @@ class Engine:
         storage = self._storage
         storage.reset()
         storage.cache.device = execution_device(self.model)
-        self._cached_model = AdaptedModel(self.model, enabled(self.model).capabilities, storage.cache, cuda_graph=True)
+        self._cached_model = self._new_model()
         storage.check_all_weights(self.model)
         storage.set_token_size(self._cached_model.token_bytes())
         self._ranks.begin(storage.arena)
+
+    def _new_model(self) -> AdaptedModel:
+        return AdaptedModel(self.model, enabled(self.model).capabilities, self._storage.cache, cuda_graph=True)
 
     def _run(self) -> None:
         while self._accept():
@@ -503,6 +573,7 @@ class Engine:
             self._check_weights(admitted)
         for request in admitted:
             if request in scheduler.running:  # else it was preempted by one before it
+                request.handle.versions = [(0, self.weights_version)]
                 self._call(request, request.start, self._storage, scheduler.max_batch_tokens)
         batch = scheduler.next_batch()
         if batch:
@@ -543,6 +614,7 @@ class Engine:
         if has_exceeded and not request.is_done:
             self._scheduler.preempt(request)
         if request.is_done:
+            self._unmarked.discard(request)
             self._work.add(request.stats, request.handle.error)
             self._scheduler.remove(request)
         elif new_tokens:
@@ -629,6 +701,8 @@ class Engine:
         if isolated:
             isolated.difference_update([request for request in batch if not request.is_recomputing])
         self._record(step)
+        if self._unmarked:
+            self._mark_version(step)
         parts = [Part(logits, part) for part in step.joined.parts]
         if step.decoding:
             self._decode(step.decoding, parts.pop(0))
@@ -639,6 +713,13 @@ class Engine:
                 request.take_logits(computed.sampling, part)
             else:
                 self._call(request, request.resume, computed, part.tensor)
+
+    def _mark_version(self, step: PlannedStep) -> None:
+        """Record the version of the weights for requests whose first pass by it this is, other than to recompute."""
+        computed = [*step.decoding, *(request for request in step.others if not request.is_recomputing)]
+        for request in self._unmarked.intersection(computed):
+            request.handle.mark_version(self.weights_version)
+            self._unmarked.discard(request)
 
     def _record(self, step: PlannedStep) -> None:
         """Record a pass in the logs of its requests. Rows that stand have one entry, made when they began."""

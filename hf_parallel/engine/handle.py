@@ -108,6 +108,8 @@ class RequestHandle:
         """Conditions, with the futures that end once they hold; see `notify`."""
         self.sink = TokenSink([], [])
         """Its tokens."""
+        self.versions: list[tuple[int, int]] = []
+        """Indices of tokens from which on others were sampled by another version of the weights, with the version."""
         self._texts: list[RowText] = []
         self._output: Any = None
 
@@ -187,6 +189,17 @@ class RequestHandle:
         """Return the tokens that a row has now."""
         tokens = self.sink.tokens[:]  # rows are appended before tokens
         return [token for token, owner in zip(tokens, self.sink.rows, strict=False) if owner == row]
+
+    @property
+    def token_versions(self) -> list[int]:
+        """The version of the weights whose logits each token was sampled from; see `Engine.updating_weights`."""
+        count = len(self.sink.tokens)
+        found: list[int] = []
+        for index, (begin, version) in enumerate(self.versions):
+            is_last = index + 1 == len(self.versions)
+            end = count if is_last else self.versions[index + 1][0]
+            found += [version] * (end - begin)
+        return found
 
     def inject(self, text: str, to: str | int = "all") -> Future[int]:
         """Say something to rows that are writing; they read it in one of the next forward passes.
@@ -311,6 +324,10 @@ class RequestHandle:
             self.times.first_token = time.perf_counter()
         self.sink.rows.extend(rows)
         self.sink.tokens.extend(tokens)
+
+    def mark_version(self, version: int) -> None:
+        """Record the version of the weights by which the next tokens are sampled."""
+        self.versions.append((len(self.sink.tokens), version))
 
     def copy_row(self, row: int, forks: Sequence[int]) -> None:
         """Append the tokens of a row as those of the rows `forks`, which continue it."""

@@ -119,6 +119,11 @@ class Leases:
         self.release(next(iter(self._held[largest])))
         return True
 
+    def release_all(self) -> None:
+        """End all leases."""
+        for lease in list(self):
+            self.release(lease)
+
     def expire(self) -> None:
         """End the leases whose time is over."""
         if not self._held:

@@ -104,9 +104,8 @@ class Request(Host):
         self.cache_salt = cache_salt
         self.lease = lease
         self.adapter = adapter  # each adapter has prefixes of its own
-        self.identity: Any = cache_salt if adapter is None else (adapter, cache_salt)
-        if self.is_private:
-            self.identity = self
+        self.identity: Any = None  # of the prefixes that it shares, see `start`
+        self._epoch = 0  # of the storage when it started
         self.call = replace(call, host=self)  # instead of the call's own
         handle.stats = call.stats
         self.sink = handle.sink
@@ -323,6 +322,8 @@ class Request(Host):
     def start(self, storage: KVStorage, chunk_size: int) -> None:
         """Run until the first forward pass."""
         self._storage = storage
+        self._epoch = storage.epoch
+        self.identity = self if self.is_private else (self._epoch, self.adapter, self.cache_salt)
         self.chunk_size = chunk_size
         self.parent = None
         self.handle.times.started = self.handle.times.started or time.perf_counter()
@@ -475,8 +476,9 @@ class Request(Host):
             for cache in self._caches:
                 cache.reset()
             leaves = self._storage.tree.leaves.get(self, [])
-            self._storage.tree.unpin(self, keep and not self.is_private)
-            if lease is not None and not self.is_private:
+            is_kept = keep and not self.is_private and self._epoch == self._storage.epoch
+            self._storage.tree.unpin(self, is_kept)
+            if lease is not None and is_kept:
                 self._storage.leases.begin(lease, self.identity, leaves)
         self._caches = []
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from hf_parallel.cache.fingerprint import active_adapters
+from hf_parallel.cache.fingerprint import active_adapters, fingerprint
 from hf_parallel.cache.placement import all_modules
 from hf_parallel.cache.pool import Block, Budget, Wanted
 from hf_parallel.cache.shared_prefix import SharedPrefixCache
@@ -64,6 +64,8 @@ class KVStorage:
         self._checked: tuple[int, bool] | None = None
         """Step in which the weights were checked, if no pass has run since, and whether all were read."""
         self._versions: list[Any] = []  # see `_versions`, at the last check of all weights
+        self.epoch = 0
+        """Requests share prefixes within an epoch. Another begins where requests finish with keys of old weights."""
 
     def use_policy(self, policy: EvictionPolicy) -> None:
         """Evict by a policy from now on."""
@@ -106,6 +108,20 @@ class KVStorage:
         versions = _versions(model)  # before the values are read: a change meanwhile is noticed
         self.cache.begin_call(model)
         self._versions = versions
+
+    def take_weights(self, model: PreTrainedModel) -> bool:
+        """Delete what no running request uses, as the model's weights have changed; accept the new ones.
+
+        Return whether parameters have been replaced by others.
+        """
+        self.leases.release_all()
+        for tokens, _ in self.tree.evict(self.policy.priority):
+            self.evicted_tokens += tokens
+        before = self._versions
+        self._versions = _versions(model)
+        self._checked = None
+        self.cache.record_weights(model, fingerprint(model))
+        return [_identity(version) for version in before] != [_identity(version) for version in self._versions]
 
     def commit(self) -> None:
         """Confirm that the prepared pass has been computed."""
@@ -206,3 +222,8 @@ def _versions(model: PreTrainedModel) -> list[Any]:
                 counter = 0 if parameter.is_inference() else parameter._version
                 versions.append((id(parameter), counter))
     return versions
+
+
+def _identity(version: Any) -> Any:
+    """Return the id of a parameter, of an element of `_versions`; adapters as they are."""
+    return version[0] if isinstance(version, tuple) else version
