@@ -239,7 +239,7 @@ def test_a_seed_repeats_draws_whatever_the_batch() -> None:
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"generation_mode": "best_of", "tokenizer": AsciiTokenizer()}, "of the modes, 'shared_prefix'.* search(es)? beams"),
+        ({"generation_mode": "best_of", "tokenizer": AsciiTokenizer()}, "modes, 'shared_prefix'.* search(es)? beams"),
         ({"generation_mode": "resample", "logits_cache": hf_parallel.LogitsCache()}, "num_beams"),
         ({"generation_mode": "hogwild", "tokenizer": AsciiTokenizer()}, "num_beams"),
         ({"num_beam_groups": 2, "diversity_penalty": 0.5}, "num_beam_groups"),
