@@ -187,3 +187,21 @@ def test_examples_of_train_sums_have_the_tokens_of_their_scripts_alone(
         tokenizer.decode(sorted(token for text in module.solve(problem, 1, tokenizer) for token in text))
         for problem in problems
     )
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("one_thread")
+def test_recipe_train_calculator_trains_a_model_that_calls_the_right_tool(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for package in ("trl", "datasets"):
+        pytest.importorskip(package)
+    module = import_recipe("train_calculator", monkeypatch)
+    given = ["--warm-up=1000", "--steps=40", "--compare=1", f"--output={tmp_path}"]
+    monkeypatch.setattr(sys, "argv", ["train_calculator.py", *given])
+    module.main()
+    shared, stock = json.loads((tmp_path / "report.json").read_text())["runs"]
+    assert len(shared["rewards"]) == 40
+    assert len(stock["rewards"]) == 1
+    assert sum(shared["rewards"][-5:]) > sum(shared["rewards"][:5]) + 1
+    assert "shared, seed 0: right" in capsys.readouterr().out
