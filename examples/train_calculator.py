@@ -18,9 +18,9 @@ import time
 import warnings
 from pathlib import Path
 
-import torch
 import transformers
 from datasets import Dataset
+from train_calls import pad, train
 from train_workers import about, make_model, make_tokenizer
 from trl import GRPOConfig, GRPOTrainer
 
@@ -137,30 +137,8 @@ def make_batch(rng, tokenizer):
             tokens = tokenizer(text, add_special_tokens=False).input_ids
             ids += tokens
             labels += tokens if is_written else [-100] * len(tokens)
-        rows.append((torch.tensor(ids), torch.tensor(labels)))
-    ids, labels = zip(*rows, strict=True)
-    pad = torch.nn.utils.rnn.pad_sequence
-    return pad(ids, batch_first=True), pad(labels, batch_first=True, padding_value=-100)
-
-
-def warm_up(model, tokenizer, steps, seed):
-    """Train on conversations with guesses and wrong calls. Return the losses."""
-    rng = random.Random(seed)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=4e-3, betas=(0.9, 0.98), weight_decay=0.01)
-    schedule = transformers.get_cosine_schedule_with_warmup(optimizer, min(100, steps // 8), steps)
-    losses = []
-    for step in range(steps):
-        ids, labels = make_batch(rng, tokenizer)
-        loss = model(input_ids=ids, labels=labels, use_cache=False).loss
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        schedule.step()
-        losses.append(loss.item())
-        if step % 100 == 99:
-            print(f"step {step + 1}: loss {statistics.mean(losses[-100:]):.3f}", flush=True)
-    return losses
+        rows.append((ids, labels))
+    return pad(rows)
 
 
 def is_right(completions, answer, **columns):
@@ -223,7 +201,7 @@ def main():
     sizes = {"hidden_size": 64, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4}
     rope = {"rope_type": "default", "rope_theta": 100.0}
     model = make_model(len(WORDS), initializer_range=0.1, rope_parameters=rope, **sizes)
-    losses = warm_up(model.train(), tokenizer, options.warm_up, seed=0)
+    losses = train(model.train(), tokenizer, options.warm_up, 0, make_batch)
     ways = {"shared": (SharedPrefixGRPOTrainer, options.steps, {"generation_mode": "shared_prefix"})}
     if options.compare:
         ways["trl"] = (GRPOTrainer, options.compare, {})

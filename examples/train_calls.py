@@ -66,14 +66,19 @@ def make_batch(rng, tokenizer):
     rows = []
     for given, written in pairs[:BATCH]:
         given, written = (tokenizer(text, add_special_tokens=False).input_ids for text in (f"<s>{given}", written))
-        rows.append((torch.tensor(given + written), torch.tensor([-100] * len(given) + written)))
-    ids, labels = zip(*rows, strict=True)
-    pad = torch.nn.utils.rnn.pad_sequence
-    return pad(ids, batch_first=True), pad(labels, batch_first=True, padding_value=-100)
+        rows.append((given + written, [-100] * len(given) + written))
+    return pad(rows)
 
 
-def train(model, tokenizer, steps, seed):
-    """Train a model. Return the losses."""
+def pad(rows):
+    """Return tokens and labels of rows, int64 `[rows, length]`."""
+    ids, labels = zip(*((torch.tensor(tokens), torch.tensor(targets)) for tokens, targets in rows), strict=True)
+    pad_sequence = torch.nn.utils.rnn.pad_sequence
+    return pad_sequence(ids, batch_first=True), pad_sequence(labels, batch_first=True, padding_value=-100)
+
+
+def train(model, tokenizer, steps, seed, make_batch=make_batch):
+    """Train a model on batches. Return the losses."""
     rng = random.Random(seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=4e-3, betas=(0.9, 0.98), weight_decay=0.01)
     schedule = transformers.get_cosine_schedule_with_warmup(optimizer, min(100, steps // 8), steps)

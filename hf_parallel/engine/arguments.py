@@ -68,7 +68,7 @@ def split_arguments(
         arguments["return_dict_in_generate"] = True
     else:  # transformers deprecates settings beside a config
         arguments.pop("return_dict_in_generate", None)
-        arguments["generation_config"] = copy.deepcopy(generation_config)
+        arguments["generation_config"] = copy.copy(generation_config)
         arguments["generation_config"].return_dict_in_generate = True
     parallel_config = arguments.get("parallel_config")
     config: ParallelConfig | None

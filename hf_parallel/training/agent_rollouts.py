@@ -83,7 +83,7 @@ class TokenModel(EngineModel):
         own: dict[str, Any] = dict(settings)
         if self._config.do_sample:
             own["seed"] = seed
-        config = copy.deepcopy(self._config)
+        config = copy.copy(self._config)
         for name in ALLOWED:
             if name in own:
                 setattr(config, name, own.pop(name))

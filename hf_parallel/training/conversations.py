@@ -208,7 +208,7 @@ def hold(
     def want(run: Steps, index: int, wanted: Wanted) -> None:
         if isinstance(wanted, NextAnswer):
             settings: dict[str, Any] = {} if seed is None else {"seed": mix(mix(seed, index), wanted.number)}
-            config = copy.deepcopy(generation_config)
+            config = copy.copy(generation_config)
             config.max_new_tokens = wanted.max_new_tokens
             handle = engine.submit(wanted.ids, generation_mode, generation_config=config, **settings)
             waiting[handle.ended()] = run, index, handle.result
