@@ -11,7 +11,7 @@ import asyncio
 import copy
 import inspect
 from collections.abc import Callable, Coroutine, Generator, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, wait
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeAlias
 
@@ -22,6 +22,7 @@ from hf_parallel.engine import Engine
 from hf_parallel.generation.outputs import ParallelOutput
 from hf_parallel.generation.prompts import Message
 from hf_parallel.generation.sampling.rng import mix
+from hf_parallel.training.requests import as_they_end, sampled_row
 
 ToolResults: TypeAlias = list[tuple[str, Any]]
 """Names of tools, with what they returned."""
@@ -119,12 +120,10 @@ class Conversation:
         """Let the model answer, and return the calls of tools in its answer."""
         ids = self.prompt_ids + self.completion_ids
         output: ParallelOutput = yield NextAnswer(ids, max_new_tokens, len(self.turns))
-        (end,) = output.record.lengths
-        sampled = output.sequences[0, output.record.begin : end].tolist()
-        _, log_probs = output.record.sampled_log_probs(processed=True)
+        sampled, log_probs = sampled_row(output)
         self.completion_ids += sampled
         self.tool_mask += [1] * len(sampled)
-        self.log_probs += log_probs.tolist()
+        self.log_probs += log_probs
         self.turns.append(len(sampled))
         message = parse_response(self.rules.tokenizer, sampled, prefix=ids, tools=self.tools)
         self.messages.append(message)
@@ -218,12 +217,9 @@ def hold(
     for index, conversation in enumerate(conversations):
         run = conversation.run()
         want(run, index, next(run))
-    while waiting:
-        wait(waiting, return_when=FIRST_COMPLETED)
-        for future in [future for future in waiting if future.done()]:
-            run, index, result = waiting.pop(future)
-            try:
-                wanted = run.send(result())
-            except StopIteration:
-                continue
-            want(run, index, wanted)
+    for run, index, result in as_they_end(waiting):
+        try:
+            wanted = run.send(result())
+        except StopIteration:
+            continue
+        want(run, index, wanted)

@@ -9,7 +9,7 @@ depend on it: siblings of the node, or of one of its ancestors. None divides by 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, wait
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, TypeAlias
@@ -22,6 +22,7 @@ from hf_parallel.engine import Engine, RequestHandle
 from hf_parallel.generation.modes import PLAIN_MODE
 from hf_parallel.generation.sampling.rng import mix
 from hf_parallel.generation.validation import check_int
+from hf_parallel.training.requests import as_they_end, sampled_row
 from hf_parallel.training.tree import tree_logprobs
 
 Branching: TypeAlias = Callable[[int, Sequence[float]], int]
@@ -255,16 +256,10 @@ def sample_tree(
     grow(root, ())
     if not root.children:
         raise ValueError("branching must give the prompt at least one child")
-    while waiting:
-        wait(waiting, return_when=FIRST_COMPLETED)
-        for future in [future for future in waiting if future.done()]:
-            node, handle = waiting.pop(future)
-            output = handle.result()
-            (end,) = output.record.lengths
-            node.tokens = output.sequences[0, output.record.begin : end].tolist()
-            _, log_probs = output.record.sampled_log_probs(processed=True)
-            if node.tokens[-1] not in handle.end_tokens:
-                grow(node, log_probs.tolist())
+    for node, handle in as_they_end(waiting):
+        node.tokens, log_probs = sampled_row(handle.result())
+        if node.tokens[-1] not in handle.end_tokens:
+            grow(node, log_probs)
     parents: list[int] = []
     tokens: list[list[int]] = []
     stack = [(child, -1) for child in reversed(root.children)]
