@@ -5,12 +5,12 @@ Accuracy on Countdown by tokens and by decode passes, from a report of `python -
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 from typing import Any
 
-RESULTS = Path(__file__).parent.parent / "benchmarks" / "results"
+from figures import RESULTS, draw_report
+
 REPORT = RESULTS / "2026-11-30-cpu-1-thread-search.json"
 PICTURE = Path(__file__).with_suffix(".png")
 AXES = {"tokens": "generated tokens of a problem", "passes": "forward passes of a problem"}
@@ -81,14 +81,5 @@ def draw(report: dict[str, Any], path: Path) -> None:
     figure.savefig(path, dpi=110)
 
 
-def main() -> int:
-    """Draw the picture of the report on the command line, or of the one in benchmarks/results/."""
-    report = Path(sys.argv[1]) if len(sys.argv) > 1 else REPORT
-    path = Path(sys.argv[2]) if len(sys.argv) > 2 else PICTURE
-    draw(json.loads(report.read_text()), path)
-    print(path)
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(draw_report(draw, REPORT, PICTURE))

@@ -24,6 +24,8 @@ import functools
 import json
 import operator
 import re
+import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -94,6 +96,15 @@ def figure(report: str, path: str, start: str = "") -> str:
             return "" if reason == "out of time" else reason
     value = functools.reduce(operator.truediv, values)
     return f"{value * UNITS[unit]:,.{len(digits.partition('.')[2])}f}{unit}"
+
+
+def draw_report(draw: Callable[[dict[str, Any], Path], None], report: Path, picture: Path) -> int:
+    """Draw the report, and at the path, of the command line, or by default these. Return the exit status."""
+    report = Path(sys.argv[1]) if len(sys.argv) > 1 else report
+    picture = Path(sys.argv[2]) if len(sys.argv) > 2 else picture
+    draw(json.loads(report.read_text()), picture)
+    print(picture)
+    return 0
 
 
 @functools.cache
