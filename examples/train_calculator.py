@@ -191,6 +191,7 @@ def main():
     parser.add_argument("--steps", type=int, default=60, help="of GRPO")
     parser.add_argument("--compare", type=int, default=0, help="steps of GRPO by TRL's trainer, for each seed")
     parser.add_argument("--seeds", type=int, default=1)
+    parser.add_argument("--hidden-size", type=int, default=64, help="of the model")
     parser.add_argument("--output", type=Path, default=Path("trained-calculator"), help="folder of the report")
     options = parser.parse_args()
     warnings.filterwarnings("ignore")
@@ -198,7 +199,8 @@ def main():
     tokenizer = make_tokenizer(WORDS, PATTERN, separator="")
     tokenizer.chat_template = TEMPLATE
     tokenizer.response_template = RESPONSE
-    sizes = {"hidden_size": 64, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4}
+    sizes = {"hidden_size": options.hidden_size, "intermediate_size": 4 * options.hidden_size}
+    sizes |= {"num_hidden_layers": 2, "num_attention_heads": 4}
     rope = {"rope_type": "default", "rope_theta": 100.0}
     model = make_model(len(WORDS), initializer_range=0.1, rope_parameters=rope, **sizes)
     losses = train(model.train(), tokenizer, options.warm_up, 0, make_batch)

@@ -5,6 +5,7 @@ Nodes of the tree that no running request uses are evicted when the budget is fu
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
@@ -22,6 +23,10 @@ from hf_parallel.kernels import RotarySpec
 
 STATE_INTERVAL = 2048
 """Default of an engine: prompts keep a state at least every so many tokens. docs/engine.md compares intervals."""
+
+
+READ_SHARE = 0.02
+"""Share of the time that reads of all weights may take while requests run."""
 
 
 class KVBudgetError(RuntimeError):
@@ -64,6 +69,8 @@ class KVStorage:
         self._checked: tuple[int, bool] | None = None
         """Step in which the weights were checked, if no pass has run since, and whether all were read."""
         self._versions: list[Any] = []  # see `_versions`, at the last check of all weights
+        self._next_read = 0.0
+        """Time, of the monotonic clock, from which all weights may be read while requests run."""
         self.epoch = 0
         """Requests share prefixes within an epoch. Another begins where requests finish with keys of old weights."""
 
@@ -86,11 +93,14 @@ class KVStorage:
     def check_weights(self, model: PreTrainedModel, ending: Any = None) -> None:
         """Raise `WeightsChangedError` if the weights of the model are or were others since the last check.
 
-        Reads all weights if requests begin, or if the request that is `ending` is the last one. While others run, it
-        compares only what PyTorch counts: a write through `Tensor.data` is noticed by the next check of all weights.
+        Reads all weights if no request runs, except the one that is `ending`. While others run, it compares only what
+        PyTorch counts: a write through `Tensor.data` is noticed by the next read of all weights, the last request's at
+        the latest. There is one when requests begin, too, unless reads would take more than `READ_SHARE` of the time.
         Requests that begin or end in the same step, between two passes, share one check.
         """
-        reads_all = ending is None or not any(owner.is_request for owner in self.tree.leaves if owner is not ending)
+        reads_all = not any(owner.is_request for owner in self.tree.leaves if owner is not ending)
+        if ending is None and time.monotonic() >= self._next_read:
+            reads_all = True
         if self._checked == (self.tree.clock, True) or self._checked == (self.tree.clock, reads_all):
             return
         is_equal = not self.pool.blocks or _versions(model) == self._versions
@@ -106,7 +116,10 @@ class KVStorage:
     def check_all_weights(self, model: PreTrainedModel) -> None:
         """Check that all keys and values were computed with the weights of the model."""
         versions = _versions(model)  # before the values are read: a change meanwhile is noticed
+        began = time.monotonic()
         self.cache.begin_call(model)
+        ended = time.monotonic()
+        self._next_read = ended + (ended - began) / READ_SHARE
         self._versions = versions
 
     def take_weights(self, model: PreTrainedModel) -> bool:

@@ -260,9 +260,7 @@ class ParallelGenerationMixin:
     ) -> tuple[GenerationConfig, dict[str, Any]]:
         """Return the generation config of a call, and its arguments that are no settings."""
         prepare = super()._prepare_generation_config  # type: ignore[misc]
-        if generation_config is not None:
-            return prepare(generation_config, **kwargs)  # type: ignore[no-any-return]
-        return self._parallel.prepared.prepare(self, kwargs, prepare)  # type: ignore[arg-type]
+        return self._parallel.prepared.prepare(self, generation_config, kwargs, prepare)  # type: ignore[arg-type]
 
     def _prepare_cache_for_generation(self, *args: object, **kwargs: object) -> None:
         """Leave the cache to the mode if one is being prepared, whatever `cache_implementation` says."""

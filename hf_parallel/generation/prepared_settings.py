@@ -13,7 +13,7 @@ from hf_parallel.generation.settings import Arguments
 
 MOST = 64
 """Number of configs that are kept."""
-_SCALARS = (type(None), bool, int, float, str)
+_SCALARS = frozenset((type(None), bool, int, float, str))
 
 Prepare = Callable[..., tuple[GenerationConfig, dict[str, Any]]]
 """`_prepare_generation_config` of Transformers: given a config or None, and settings."""
@@ -32,24 +32,29 @@ class PreparedSettings:
         """Copies of the model's `generation_config` and `config` as they were when these were prepared."""
 
     def prepare(
-        self, model: PreTrainedModel, arguments: Arguments, prepare: Prepare
+        self, model: PreTrainedModel, given: GenerationConfig | None, arguments: Arguments, prepare: Prepare
     ) -> tuple[GenerationConfig, Arguments]:
-        """Return the config of a call, and its arguments that are no settings, as `prepare` would."""
+        """Return the config of a call, and its arguments that are no settings, as `prepare` would.
+
+        `given` is the `generation_config` that the call was given.
+        """
         defaults = vars(model.generation_config)
         names = setting_names() | defaults.keys()
         settings = {name: value for name, value in arguments.items() if name in names}
-        key = _key(settings)
-        if key is None:
-            return prepare(None, **arguments)
+        of_given = () if given is None else _key(vars(given))
+        of_settings = _key(settings)
+        if of_given is None or of_settings is None:
+            return prepare(given, **arguments)
+        key = type(given), of_given, of_settings
         if not self._are_current(model):
             self._configs = {}
             self._defaults = copy.deepcopy(defaults), dict(vars(model.config))
         configs = self._configs
         config = configs.pop(key, None)
         if config is None:
-            config, more = prepare(None, **settings)
+            config, more = prepare(given, **settings)
             if more:  # settings that the model's `forward` receives
-                return prepare(None, **arguments)
+                return prepare(given, **arguments)
         configs[key] = config
         while len(configs) > MOST:
             configs.pop(next(iter(configs)), None)
@@ -65,13 +70,14 @@ class PreparedSettings:
 
 
 def _key(settings: Arguments) -> Hashable | None:
-    """Return what is equal for equal settings; None: they hold objects."""
+    """Return what is equal for equal settings; None: they hold other objects than scalars and lists of these."""
     key = []
     for name, value in sorted(settings.items()):
-        kind = type(value)
-        if kind not in _SCALARS:
+        values = value if type(value) is list else [value]
+        kinds = tuple(map(type, values))
+        if not _SCALARS.issuperset(kinds):
             return None
-        key.append((name, kind, value))
+        key.append((name, type(value), kinds, tuple(values)))
     return tuple(key)
 
 

@@ -19,6 +19,7 @@ from transformers import GenerationConfig
 from trl.chat_template_utils import parse_response
 
 from hf_parallel.engine import Engine
+from hf_parallel.engine.request import Request
 from hf_parallel.generation.outputs import ParallelOutput
 from hf_parallel.generation.prompts import Message
 from hf_parallel.generation.sampling.rng import mix
@@ -203,23 +204,33 @@ def hold(
         Of all turns, without their limits.
     """
     waiting: dict[Future[Any], tuple[Steps, int, Callable[[], Any]]] = {}
+    turns: list[tuple[Request, Steps, int]] = []
 
     def want(run: Steps, index: int, wanted: Wanted) -> None:
         if isinstance(wanted, NextAnswer):
             settings: dict[str, Any] = {} if seed is None else {"seed": mix(mix(seed, index), wanted.number)}
             config = copy.copy(generation_config)
             config.max_new_tokens = wanted.max_new_tokens
-            handle = engine.submit(wanted.ids, generation_mode, generation_config=config, **settings)
-            waiting[handle.ended()] = run, index, handle.result
+            request = engine.prepare(wanted.ids, generation_mode, generation_config=config, **settings)
+            turns.append((request, run, index))
         else:
             waiting[wanted] = run, index, wanted.result
+
+    def submit_turns() -> None:
+        handles = engine.submit_together([request for request, *_ in turns])
+        for (_, run, index), handle in zip(turns, handles, strict=True):
+            waiting[handle.ended()] = run, index, handle.result
+        turns.clear()
 
     for index, conversation in enumerate(conversations):
         run = conversation.run()
         want(run, index, next(run))
-    for run, index, result in as_they_end(waiting):
-        try:
-            wanted = run.send(result())
-        except StopIteration:
-            continue
-        want(run, index, wanted)
+    submit_turns()
+    for ended in as_they_end(waiting):
+        for run, index, result in ended:
+            try:
+                wanted = run.send(result())
+            except StopIteration:
+                continue
+            want(run, index, wanted)
+        submit_turns()

@@ -11,12 +11,14 @@ from hf_parallel.generation.outputs import ParallelOutput
 T = TypeVar("T")
 
 
-def as_they_end(waiting: dict[Future[Any], T]) -> Iterator[T]:
-    """Remove and yield the values of futures as these end, until none is left. More may be added meanwhile."""
+def as_they_end(waiting: dict[Future[Any], T]) -> Iterator[list[T]]:
+    """Remove and yield the values of futures as these end, until none is left. More may be added meanwhile.
+
+    Values are yielded together if their futures have ended by then.
+    """
     while waiting:
         wait(waiting, return_when=FIRST_COMPLETED)
-        for future in [future for future in waiting if future.done()]:
-            yield waiting.pop(future)
+        yield [waiting.pop(future) for future in [*waiting] if future.done()]
 
 
 def sampled_row(output: ParallelOutput) -> tuple[list[int], list[float]]:

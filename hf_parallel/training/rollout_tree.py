@@ -256,10 +256,11 @@ def sample_tree(
     grow(root, ())
     if not root.children:
         raise ValueError("branching must give the prompt at least one child")
-    for node, handle in as_they_end(waiting):
-        node.tokens, log_probs = sampled_row(handle.result())
-        if node.tokens[-1] not in handle.end_tokens:
-            grow(node, log_probs)
+    for ended in as_they_end(waiting):
+        for node, handle in ended:
+            node.tokens, log_probs = sampled_row(handle.result())
+            if node.tokens[-1] not in handle.end_tokens:
+                grow(node, log_probs)
     parents: list[int] = []
     tokens: list[list[int]] = []
     stack = [(child, -1) for child in reversed(root.children)]

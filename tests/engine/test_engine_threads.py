@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import math
 import threading
 from collections.abc import Callable
 from concurrent.futures import CancelledError, ThreadPoolExecutor
@@ -18,6 +19,7 @@ from mode_cases import small_call
 
 import hf_parallel
 from hf_parallel.engine import Engine, WeightsChangedError
+from hf_parallel.engine.storage import KVStorage
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -206,8 +208,11 @@ def test_no_keys_of_other_weights_are_used(model: Any, change: Callable[[Any], N
 
 
 @pytest.mark.parametrize("change", [_load, _scale_data])
-def test_requests_during_which_the_weights_change_raise(model: Any, change: Callable[[Any], None]) -> None:
-    """At the latest when another one begins or the last one ends."""
+def test_requests_during_which_the_weights_change_raise(
+    model: Any, change: Callable[[Any], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At the latest when another one begins, if all weights may be read then, or the last one ends."""
+    monkeypatch.setattr("hf_parallel.engine.storage.READ_SHARE", math.inf)
     changed = copy.deepcopy(model)
     for _ in range(2):
         change(changed)
@@ -237,3 +242,43 @@ def test_requests_during_which_the_weights_change_raise(model: Any, change: Call
             running.result(600)
         assert new.result(600).sequences.tolist() == after
         assert_nothing_is_held(engine)
+
+
+def test_requests_that_begin_while_others_run_seldom_read_all_weights(
+    model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Reading takes longer than a decode step. A change that PyTorch does not count is noticed at the end."""
+    monkeypatch.setattr("hf_parallel.engine.storage.READ_SHARE", 1e-12)
+    reads = 0
+    read_all = KVStorage.check_all_weights
+
+    def counted(storage: KVStorage, model: Any) -> None:
+        nonlocal reads
+        reads += 1
+        read_all(storage, model)
+
+    monkeypatch.setattr(KVStorage, "check_all_weights", counted)
+    entered, go = threading.Event(), threading.Event()
+
+    def block(input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        entered.set()
+        assert go.wait(600)
+        return scores
+
+    with Engine(model) as engine:
+        first = engine.submit(PROMPT, max_new_tokens=12, logits_processor=[block])
+        assert entered.wait(600)
+        before = reads
+        others = [engine.submit(PROMPT, max_new_tokens=count) for count in (2, 3, 4)]
+        go.set()
+        for handle in [*others, first]:
+            handle.result(600)
+        assert reads == before + 1, "as the last one ended"
+        entered.clear()
+        go.clear()
+        running = engine.submit(PROMPT, max_new_tokens=5, logits_processor=[block])
+        assert entered.wait(600)
+        _scale_data(model)
+        go.set()
+        with pytest.raises(WeightsChangedError):
+            running.result(600)

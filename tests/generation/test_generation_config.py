@@ -156,9 +156,14 @@ def test_equal_settings_follow_changes_of_the_models_configs(model: Any) -> None
     defaults.suppress_tokens = list(range(5, 30))
 
     def check() -> None:
-        plain = generate(model, generation_mode=None, do_sample=False).tolist()
-        assert generate(model, do_sample=False).tolist() == plain
-        assert generate(model, do_sample=False).tolist() == plain
+        config = GenerationConfig(do_sample=False, max_new_tokens=6, eos_token_id=[3, 4])
+        for settings in ({"do_sample": False}, {"generation_config": config}):
+            plain = generate(model, generation_mode=None, **settings).tolist()
+            assert generate(model, **settings).tolist() == plain
+            assert generate(model, **settings).tolist() == plain
+        config.eos_token_id[0] = 5  # in place
+        plain = generate(model, generation_mode=None, generation_config=config).tolist()
+        assert generate(model, generation_config=config).tolist() == plain
 
     check()
     defaults.suppress_tokens += range(30, 60)  # in place

@@ -448,14 +448,14 @@ def rows_of(inputs: dict[str, Any]) -> list[tuple[list[int], list[int], list[int
 def test_tokens_are_those_that_were_sampled(crowd: Rollouts, monkeypatch: pytest.MonkeyPatch) -> None:
     """And what is between them is what the template writes for the tool, computed once from whole conversations."""
     handles: list[tuple[list[int], Any]] = []
-    submit = Engine.submit
+    prepare = Engine.prepare
 
     def recorded(engine: Engine, prompt: list[int], *arguments: Any, **settings: Any) -> Any:
-        handle = submit(engine, prompt, *arguments, **settings)
-        handles.append((prompt, handle))
-        return handle
+        request = prepare(engine, prompt, *arguments, **settings)
+        handles.append((prompt, request.handle))
+        return request
 
-    monkeypatch.setattr(Engine, "submit", recorded)
+    monkeypatch.setattr(Engine, "prepare", recorded)
     rows = rows_of(batch_of(crowd.trainer))
     assert len({len(completion) for _, completion, _ in rows}) > 8
     turns = Counter((*prompt, *handle.row_tokens(0)) for prompt, handle in handles)
