@@ -146,7 +146,7 @@ def is_right(completions, answer, **columns):
     return [float(messages[-1]["content"] == str(of)) for messages, of in zip(completions, answer, strict=True)]
 
 
-def learn(trainer_class, model, tokenizer, steps, seed, **generation_kwargs):
+def learn(trainer_class, model, tokenizer, steps, seed, learning_rate, **generation_kwargs):
     """Train by GRPO. Return the mean reward of each step, and the seconds of CPU time."""
     rng = random.Random(seed)
     questions = [make_question(rng) for _ in range(PROMPTS * steps)]
@@ -164,7 +164,7 @@ def learn(trainer_class, model, tokenizer, steps, seed, **generation_kwargs):
             per_device_train_batch_size=PROMPTS * GENERATIONS,
             max_completion_length=64,
             max_tool_calling_iterations=2,
-            learning_rate=1e-3,
+            learning_rate=learning_rate,
             lr_scheduler_type="constant",
             gradient_checkpointing=False,
             bf16=False,
@@ -203,14 +203,17 @@ def main():
     sizes |= {"num_hidden_layers": 2, "num_attention_heads": 4}
     rope = {"rope_type": "default", "rope_theta": 100.0}
     model = make_model(len(WORDS), initializer_range=0.1, rope_parameters=rope, **sizes)
-    losses = train(model.train(), tokenizer, options.warm_up, 0, make_batch)
+    scale = 64 / options.hidden_size  # of learning rates
+    losses = train(model.train(), tokenizer, options.warm_up, 0, make_batch, learning_rate=4e-3 * scale)
     ways = {"shared": (SharedPrefixGRPOTrainer, options.steps, {"generation_mode": "shared_prefix"})}
     if options.compare:
         ways["trl"] = (GRPOTrainer, options.compare, {})
     runs = []
     for seed in range(options.seeds):
         for way, (trainer_class, steps, generation_kwargs) in ways.items():
-            rewards, seconds = learn(trainer_class, model, tokenizer, steps, seed, **generation_kwargs)
+            rewards, seconds = learn(
+                trainer_class, model, tokenizer, steps, seed, learning_rate=1e-3 * scale, **generation_kwargs
+            )
             runs.append({"way": way, "seed": seed, "rewards": rewards, "cpu_seconds": seconds})
             first, last = (statistics.mean(part) for part in (rewards[:5], rewards[-5:]))
             print(f"{way}, seed {seed}: right {first:.0%} to {last:.0%}, {seconds / steps:.2f} s of CPU time per step")

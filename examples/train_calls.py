@@ -77,10 +77,10 @@ def pad(rows):
     return pad_sequence(ids, batch_first=True), pad_sequence(labels, batch_first=True, padding_value=-100)
 
 
-def train(model, tokenizer, steps, seed, make_batch=make_batch):
+def train(model, tokenizer, steps, seed, make_batch=make_batch, learning_rate=4e-3):
     """Train a model on batches. Return the losses."""
     rng = random.Random(seed)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=4e-3, betas=(0.9, 0.98), weight_decay=0.01)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, betas=(0.9, 0.98), weight_decay=0.01)
     schedule = transformers.get_cosine_schedule_with_warmup(optimizer, min(100, steps // 8), steps)
     losses = []
     for step in range(steps):
