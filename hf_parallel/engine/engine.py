@@ -571,6 +571,7 @@ class Engine:
         admitted = scheduler.admit()
         if admitted:
             self._check_weights(admitted)
+            self._cached_model.expect_changes()
         for request in admitted:
             if request in scheduler.running:  # else it was preempted by one before it
                 request.handle.versions = [(0, self.weights_version)]

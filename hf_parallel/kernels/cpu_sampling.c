@@ -36,7 +36,66 @@ void multinomial(const float *probs, const uint64_t *words, int64_t rows, int64_
     }
 }
 
-#define CHUNK 64  // scores that are compared with the lowest of the highest ones at once
+#define CHUNK 64  // numbers that are compared with another one at once
+#define MAX_NOISE 23.0f  // -log of half a step of a 32-bit number, rounded up
+#define NEGLIGIBLE (0x1p-33f / MAX_NOISE / 2)  // a token with this fraction of the highest probability cannot win
+
+// The upper 32 bits of splitmix64 of a key and a token.
+static uint32_t noise_bits(uint64_t key, uint64_t token) {
+    uint64_t bits = key + token * 0x9E3779B97F4A7C15ull;
+    bits = (bits ^ (bits >> 30)) * 0xBF58476D1CE4E5B9ull;
+    bits = (bits ^ (bits >> 27)) * 0x94D049BB133111EBull;
+    return (uint32_t)((bits ^ (bits >> 31)) >> 32);
+}
+
+// The highest of `n` numbers, as bits: positive floats have the order of their bits, and a NaN is above them or negative.
+static int32_t highest_bits(const int32_t *bits, int64_t n) {
+    int32_t highest = INT32_MIN;
+    for (int64_t i = 0; i < n; i++) highest = bits[i] > highest ? bits[i] : highest;
+    return highest;
+}
+
+// The winner of the race of a row, whose noise is a function of key and token (`exponential_noise` in `rng.py`). `ids`
+// are the tokens of the `count` probabilities; null: their indices.
+static int64_t race_winner(const float *probs, const int64_t *ids, uint64_t key, float highest, int64_t count) {
+    const float least = highest * NEGLIGIBLE;
+    float best = -1;
+    int64_t winner = 0;
+    for (int64_t first = 0; first < count; first += CHUNK) {
+        const int64_t end = first + CHUNK < count ? first + CHUNK : count;
+        int some = 0;
+        for (int64_t i = first; i < end; i++) some |= probs[i] > least;
+        for (int64_t i = first; some && i < end; i++) {
+            if (!(probs[i] > least)) continue;
+            const int64_t token = ids ? ids[i] : i;
+            const float uniform = ((float)noise_bits(key, token) + 0.5f) * 0x1p-32f;
+            if (uniform * best > probs[i] * 1.000001f) continue;  // the noise is larger than the uniform number
+            const float noise = -log1pf(-uniform);
+            const float speed = probs[i] / (noise < MAX_NOISE ? noise : MAX_NOISE);
+            if (speed > best) best = speed, winner = token;
+        }
+    }
+    return winner;
+}
+
+// Draw a token from each row of `probs` [rows, count] by a race with a key. `ids` [count] are the tokens, null if they are
+// 0, 1, .... Returns nonzero if the highest number of a row is zero or not finite.
+int race(const float *probs, const int64_t *ids, const uint64_t *keys, int64_t rows, int64_t count, int64_t *tokens,
+         int threads) {
+    int failed = 0;
+#pragma omp parallel for num_threads(threads) reduction(| : failed) if (rows > 1)
+    for (int64_t row = 0; row < rows; row++) {
+        const float *of_row = probs + row * count;
+        union {
+            int32_t bits;
+            float number;
+        } highest = {highest_bits((const int32_t *)of_row, count)};
+        const int is_valid = highest.bits > 0 && highest.number < INFINITY;
+        failed |= !is_valid;
+        tokens[row] = is_valid ? race_winner(of_row, ids, keys[row], highest.number, count) : 0;
+    }
+    return failed;
+}
 
 // Sift the root of a heap of `count` numbers, whose least is the root, down to its place.
 static void sift_down(float *heap, int64_t count) {

@@ -358,6 +358,21 @@ def multinomial(probs: Tensor, generator: torch.Generator | None = None) -> Tens
     return tokens
 
 
+def race(probs: Tensor, keys: Tensor, ids: Tensor | None = None) -> Tensor | None:
+    """Draw a token of each row of contiguous float32 `probs` `[rows, n]`; see `hf_parallel.generation.sampling.rng`.
+
+    `keys` are int64 `[rows]`, `ids` the tokens int64 `[n]`, by default 0, 1, .... None: the highest probability of a
+    row is zero or not finite.
+    """
+    library = _library()
+    assert library is not None, "is_available() was not checked"
+    winners = torch.empty(len(probs), dtype=torch.int64, device="cpu")
+    of_ids = None if ids is None else ids.data_ptr()
+    threads = torch.get_num_threads()
+    failed = library.race(probs.data_ptr(), of_ids, keys.data_ptr(), *probs.shape, winners.data_ptr(), threads)
+    return None if failed else winners
+
+
 def keep_top_k(scores: Tensor, counts: Sequence[int]) -> Tensor | None:
     """Return scores `[rows, vocabulary]` with -inf for those below the `counts[row]`-th highest of their row.
 
@@ -515,6 +530,8 @@ def _load() -> tuple[ctypes.CDLL | None, str]:
     library.are_probabilities.restype = ctypes.c_int
     library.multinomial.argtypes = [pointer, pointer, size, size, pointer]
     library.multinomial.restype = None
+    library.race.argtypes = [*[pointer] * 3, size, size, pointer, ctypes.c_int]
+    library.race.restype = ctypes.c_int
     library.keep_top_k.argtypes = [*[pointer] * 3, size, size, ctypes.c_int]
     library.keep_top_k.restype = ctypes.c_int
     return library, ""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import numpy as np
 import pytest
 import test_hogwild_recall
 import test_replay_baselines
@@ -15,7 +14,8 @@ from workers import small_model
 
 from hf_parallel import Hotspot, LogitsCache
 from hf_parallel.generation.sampling import rng as noise
-from hf_parallel.generation.sampling.rng import RowRNG, draw, exponential_noise, mix, next_keys
+from hf_parallel.generation.sampling.rng import RowRNG, draw, draw_among_each, exponential_noise, mix, next_keys
+from hf_parallel.kernels import native
 
 
 def complete(**settings: Any) -> Any:
@@ -80,28 +80,33 @@ def test_noise_is_that_of_splitmix64() -> None:
     torch.testing.assert_close(exponential_noise(keys[:, None], tokens), torch.tensor(expected), rtol=1e-5, atol=0)
 
 
+@pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("spread", [0.2, 4.0, 30.0])
-def test_leaving_out_tokens_that_cannot_win_changes_no_draw(spread: float, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_leaving_out_tokens_that_cannot_win_changes_no_draw(
+    spread: float, compiled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not compiled:
+        monkeypatch.setattr(native, "is_available", lambda: False)
     logits = torch.randn(64, 3000, generator=torch.Generator().manual_seed(1)) * spread
-    shares, sources = logits.softmax(dim=-1), [RowRNG(seed) for seed in range(64)]
+    shares = logits.softmax(dim=-1)
     whole = shares / exponential_noise(torch.tensor([mix(seed, 0) for seed in range(64)])[:, None], torch.arange(3000))
-    asked = 0
-    counted = noise._winner
-
-    def counting(tokens: np.ndarray, *others: Any) -> int:
-        nonlocal asked
-        asked += len(tokens)
-        return counted(tokens, *others)
-
-    monkeypatch.setattr(noise, "_winner", counting)
-    assert draw(shares, sources).tolist() == whole.argmax(dim=-1).tolist()
-    assert asked < shares.numel() or spread < 1
+    winners = whole.argmax(dim=-1).tolist()
+    assert draw(shares, [RowRNG(seed) for seed in range(64)]).tolist() == winners
+    some = [row.topk(2000).indices.sort().values for row in shares]
+    candidates = [(tokens, row[tokens]) for tokens, row in zip(some, shares, strict=True)]
+    expected = [int(tokens[row[tokens].argmax()]) for tokens, row in zip(some, whole, strict=True)]
+    assert draw_among_each(candidates, [RowRNG(seed) for seed in range(64)]).tolist() == expected
 
 
-@pytest.mark.parametrize("bad", [torch.nan, torch.inf, 0.0])
-def test_invalid_shares_raise(bad: float) -> None:
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("bad", [torch.nan, -torch.nan, torch.inf, 0.0])
+def test_invalid_shares_raise(bad: float, compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not compiled:
+        monkeypatch.setattr(native, "is_available", lambda: False)
+    rngs = [RowRNG(1), RowRNG(2)]
     with pytest.raises(RuntimeError, match="cannot draw"):
-        draw(torch.full((1, 4), bad), [RowRNG(1)])
+        draw(torch.tensor([[0.5, 0.5], [bad, bad]]), rngs)
+    assert [rng.count for rng in rngs] == [0, 0]
 
 
 def test_keys_of_many_rows_are_those_of_each_alone() -> None:

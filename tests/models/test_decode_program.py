@@ -168,6 +168,35 @@ def test_a_changed_model_computes_as_it_is(runs: list[int], change: Callable[[An
     assert torch.equal(logits_of(model), logits_of(hf_parallel.enable(copy.deepcopy(model))))
 
 
+def test_a_model_that_changes_during_a_call_loses_its_program_after_some_steps(
+    runs: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What its steps read until then lives on."""
+    monkeypatch.setattr(program, "MAX_DROPS", 1)
+    model = new_model()
+    logits_of(model)
+    num_runs: list[int] = []
+
+    class Changes:
+        """Moves all weights at the fifth call."""
+
+        def put(self, tokens: torch.Tensor) -> None:
+            num_runs.append(len(runs))
+            if len(num_runs) == 5:
+                for parameter in model.parameters():
+                    parameter.data = parameter.data.clone()
+
+        def end(self) -> None:
+            pass
+
+    (prompt,) = tiny.make_prompts([30])
+    settings = {**SETTINGS, "max_new_tokens": 40, "min_new_tokens": 40}
+    output = model.generate(prompt[None], generation_mode="shared_prefix", streamer=Changes(), **settings)
+    assert num_runs[4] > num_runs[3], "steps were programs"
+    assert num_runs[4 + program.SLICES] == num_runs[-1] < num_runs[4] + program.SLICES, "and then none"
+    assert output.tolist() == model.generate(prompt[None], generation_mode="shared_prefix", **settings).tolist()
+
+
 def test_an_engine_sees_weights_that_are_replaced(runs: list[int]) -> None:
     model = new_model()
     (prompt,) = tiny.make_prompts([30])

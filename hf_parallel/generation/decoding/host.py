@@ -139,7 +139,7 @@ class LocalHost(Host):
     @contextmanager
     def running(self, cache: BlockCache) -> Iterator[None]:
         """Let the call run the model over a cache: enable fast linear layers, and record the memory of CUDA graphs."""
-        self.model_over(cache)  # before any pass is timed
+        self.model_over(cache).expect_changes()  # before any pass is timed
         with gradient_checkpointing_disabled(self.model), fast_layers(self.model):
             yield
         graphs = None if self._cached_model is None else self._cached_model.graphs

@@ -2,7 +2,8 @@
 
 A sample therefore depends neither on the rest of its batch nor on how many of its tokens were replayed. Tokens are
 sampled by an exponential race, which is equivalent to the Gumbel-max trick: token v wins if E_v / p_v is the smallest,
-with independent E_v ~ Exp(1). The noise is counter-based, so the CPU computes it only for tokens that can win.
+with independent E_v ~ Exp(1). The noise is counter-based, so the CPU computes it only for tokens that can win, in C if
+the compiled kernels are available.
 """
 
 from __future__ import annotations
@@ -13,16 +14,13 @@ from typing import TypeAlias
 import numpy as np
 import torch
 
-from hf_parallel.kernels import to_device
+from hf_parallel.kernels import native, to_device
 from hf_parallel.kernels.sampling import can_race, race
 
 _SPLITMIX = (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 _SPLITMIX_INT64 = tuple(bits - 2**64 for bits in _SPLITMIX)
 _MAX_NOISE = 23.0  # -log of half a step of a 32-bit number, rounded up
 _MIN_NOISE = 2.0**-33
-_JOINT_ROWS = 4
-_JOINT_TOKENS = 1024
-"""Races of at least that many rows, with at most that many tokens per row, are run together: then calls cost most."""
 _NEGLIGIBLE = _MIN_NOISE / _MAX_NOISE / 2  # a token with this fraction of the highest probability cannot win the race
 
 
@@ -89,46 +87,57 @@ def draw(probs: torch.Tensor, rngs: Sequence[RowRNG]) -> torch.Tensor:
     CannotDrawError
         If the highest probability of a row is zero or not finite. Only on the CPU, without the Triton backend.
     """
-    if probs.device.type == "cpu" and not can_race(probs.device):
-        best = probs.detach().numpy().max(axis=-1)
-        if not ((best > 0) & (best < np.inf)).all():
-            raise CannotDrawError(f"cannot draw: the highest probabilities of the rows are {best.tolist()}")
-    return _race(probs, next_keys(rngs, probs.device))
+    if probs.device.type != "cpu" or can_race(probs.device):
+        return _race(probs, next_keys(rngs, probs.device))
+    keys = next_keys(rngs, probs.device)
+    tokens = _race_on_cpu(probs.detach(), keys)
+    if tokens is None:
+        for rng in rngs:
+            rng.count -= 1
+        best = probs.amax(dim=-1)
+        raise CannotDrawError(f"cannot draw: the highest probabilities of the rows are {best.tolist()}")
+    return tokens
 
 
 def draw_among_each(candidates: Sequence[Candidates], rngs: Sequence[RowRNG]) -> torch.Tensor:
     """Sample one token for each row, `int64 [rows]`, on the CPU, with the same result as `draw`."""
-    keys = next_keys(rngs, torch.device("cpu")).tolist()
-    winners = []
-    for (ids, probs), key in zip(candidates, keys, strict=True):
-        winners.append(_winner(ids.numpy(), probs.numpy(), key))
-    return torch.tensor(winners, dtype=torch.int64)
+    keys = next_keys(rngs, torch.device("cpu"))
+    if native.is_available():
+        winners = []
+        for (ids, probs), key in zip(candidates, keys.split(1), strict=True):
+            winner = native.race(probs[None].contiguous(), key, ids.long().contiguous())
+            assert winner is not None, "candidates have positive probabilities"
+            winners.append(winner)
+        return torch.cat(winners)
+    tokens = []
+    for (ids, probs), key in zip(candidates, keys.tolist(), strict=True):
+        tokens.append(_winner(ids.numpy(), probs.numpy(), key))
+    return torch.tensor(tokens, dtype=torch.int64)
 
 
 def _race(probs: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-    """Return the winners `int64 [rows]` of the races over `probs [rows, vocabulary]`."""
+    """Return the winners `int64 [rows]` of the races over `probs [rows, vocabulary]` on a GPU, or by Triton."""
     if can_race(probs.device):
         return race(probs, keys)
-    if probs.device.type != "cpu":
-        every = torch.arange(probs.shape[1], device=probs.device)
-        return (probs / exponential_noise(keys[:, None], every)).argmax(dim=-1)
+    every = torch.arange(probs.shape[1], device=probs.device)
+    return (probs / exponential_noise(keys[:, None], every)).argmax(dim=-1)
+
+
+def _race_on_cpu(probs: torch.Tensor, keys: torch.Tensor) -> torch.Tensor | None:
+    """Return the winners; None if the highest probability of a row is zero or not finite."""
+    if native.is_available():
+        return native.race(probs.contiguous(), keys)
     # In NumPy: waking a second thread takes longer than the work on the few tokens that can win.
-    rates = probs.detach().numpy()
-    can_win = rates > rates.max(axis=-1, keepdims=True) * np.float32(_NEGLIGIBLE)
-    runners = np.flatnonzero(can_win)
-    if len(rates) < _JOINT_ROWS or len(runners) > _JOINT_TOKENS * len(rates):
-        each_winner = []
-        for row_can_win, row_rates, key in zip(can_win, rates, keys.tolist(), strict=True):
-            tokens = np.flatnonzero(row_can_win)
-            each_winner.append(_winner(tokens, row_rates[tokens], key))
-        return torch.tensor(each_winner, dtype=torch.int64)
-    rows, tokens = np.divmod(runners, rates.shape[1])
-    times = _times(tokens, rates[rows, tokens], keys.numpy()[rows])
-    first = np.flatnonzero(np.diff(rows, prepend=-1))  # of each row, which has a token at least: its most probable
-    is_winner = times == np.maximum.reduceat(times, first)[rows]
-    winners = np.empty(len(rates), np.int64)
-    winners[rows[is_winner][::-1]] = tokens[is_winner][::-1]  # of equal ones the first, which is written last
-    return torch.from_numpy(winners)
+    rates = probs.numpy()
+    best = rates.max(axis=-1, keepdims=True)
+    if not ((best > 0) & (best < np.inf)).all():
+        return None
+    can_win = rates > best * np.float32(_NEGLIGIBLE)
+    winners = []
+    for row_can_win, row_rates, key in zip(can_win, rates, keys.tolist(), strict=True):
+        tokens = np.flatnonzero(row_can_win)
+        winners.append(_winner(tokens, row_rates[tokens], key))
+    return torch.tensor(winners, dtype=torch.int64)
 
 
 def _winner(tokens: np.ndarray, probs: np.ndarray, key: int) -> int:

@@ -133,6 +133,11 @@ class CachedModel:
             self._num_moves = num_moves(self.model)
         return self.graphs.logits(self._decode, forward, ids)
 
+    def expect_changes(self) -> None:
+        """Let the next decode step compare all parts of the model with those of its program, as code may have run."""
+        if self.programs is not None:
+            self.programs.expect_changes()
+
     def compiles(self, forward: ForwardPass) -> bool:
         """Return whether a pass runs compiled layers."""
         return self._layers is not None and not self._layers.failed and forward.is_decode_step

@@ -3,7 +3,8 @@
 The step of a small model spends more time between its kernels than in them. A step of two rows and one of three are
 recorded (`recording.py`); what differs between them depends on the number of rows, so that one program serves any. It
 has the same bits as the modules: this is tried with other rows when it is made, and in the first step of each call,
-which both compute. Models whose steps have operations that a program does not know keep their modules.
+which both compute. A call begins with a comparison of all parts of the model with those that were recorded. Models
+whose steps have operations that a program does not know keep their modules.
 """
 
 from __future__ import annotations
@@ -39,6 +40,8 @@ MAX_DROPS = 3
 """Programs of a model that may become invalid before its modules compute all steps."""
 MAX_ROWS = 256
 """Rows of a step beyond which the time between kernels does not matter."""
+SLICES = 8
+"""Steps of a call within which each part of the model is compared again. Comparing all takes up to a millisecond."""
 _PROMPT = 5  # tokens of the rows that are recorded
 _RECORDED = (2, 3)
 _TRIED = ((1, 0), (4, 0), (3, 9))  # rows, and shift of their positions, with which the program is compared
@@ -136,18 +139,36 @@ class _ModelParts:
 
     def __init__(self, model: nn.Module) -> None:
         tables: list[dict[str, Any]] = []
-        self._tensors: list[torch.Tensor] = []
         for module in all_modules(model):
             tables += [module._modules, module._parameters, module._buffers]
-            for tensors in (module._parameters, module._buffers):
-                self._tensors += [tensor for tensor in tensors.values() if tensor is not None]
-        self._tables = [table for table in tables if table]  # of all modules
+        filled = [table for table in tables if table]
+        self._slices = [_PartsSlice(filled[first::SLICES]) for first in range(SLICES)]
+
+    def are_unchanged(self, step: int) -> bool:
+        """Return whether these are still the parts of the model, at the same addresses.
+
+        Step 0 looks at all of them, and each further step at one of `SLICES` slices.
+        """
+        slices = self._slices[step % SLICES :][:1] if step else self._slices
+        return all(part.is_unchanged() for part in slices)
+
+    def storages(self) -> list[torch.UntypedStorage]:
+        """Return the storages of parameters and buffers, which live as long as these are held."""
+        return [tensor.untyped_storage() for part in self._slices for tensor in part.tensors]
+
+
+class _PartsSlice:
+    """Some tables of modules, parameters and buffers."""
+
+    def __init__(self, tables: list[dict[str, Any]]) -> None:
+        self._tables = tables
         self._values = list(self._values_now())
+        self.tensors = [value for value in self._values if isinstance(value, torch.Tensor)]
         self._addresses = self._addresses_now()
 
-    def are_unchanged(self) -> bool:
-        """Return whether these are still the parts of the model, at the same addresses."""
-        # Each decode step asks this of hundreds of modules, so these are loops in C.
+    def is_unchanged(self) -> bool:
+        """Return whether the tables hold the same objects, and tensors have the same addresses."""
+        # These are loops in C, over hundreds of objects.
         if sum(map(len, self._tables)) != len(self._values):
             return False
         if not all(map(is_, self._values_now(), self._values)):
@@ -158,7 +179,7 @@ class _ModelParts:
         return chain.from_iterable(map(dict.values, self._tables))
 
     def _addresses_now(self) -> list[int]:
-        return list(map(torch.Tensor.data_ptr, self._tensors))
+        return list(map(torch.Tensor.data_ptr, self.tensors))
 
 
 @dataclass(eq=False)
@@ -202,6 +223,8 @@ class DecodePrograms:
         self._record = record
         self._state = _states.setdefault(model, _ModelState())
         self._tried: set[tuple[bool, ...]] = set()  # kinds of steps that modules and program have both computed
+        self._steps = 0  # since all parts of the model were compared with those of the program
+        self._held: list[torch.UntypedStorage] = []  # what steps read until a change is noticed
         self._workspace = torch.empty(0, dtype=torch.uint8, device="cpu")
 
     @cached_property
@@ -211,6 +234,10 @@ class DecodePrograms:
         for module in all_modules(self._model):
             hooks += (module._forward_hooks, module._forward_pre_hooks)
         return hooks
+
+    def expect_changes(self) -> None:
+        """Compare all parts of the model in the next step."""
+        self._steps = 0
 
     def logits(self, run_model: RunModel, step: ForwardPass, ids: torch.Tensor) -> torch.Tensor:
         """Compute the logits `[T, vocabulary]` of the prepared decode step for `ids`, `int64 [T]`."""
@@ -230,10 +257,17 @@ class DecodePrograms:
             return None
         if state.program is None:
             state.steps += 1
+            self._steps = 0
             if state.steps >= STEPS_BEFORE:
                 self._make()
-        elif not state.program.parts.are_unchanged():
+            return state.program
+        parts = state.program.parts
+        if not parts.are_unchanged(self._steps):
             state.drop()
+            return None
+        if self._steps == 0:
+            self._held = parts.storages()
+        self._steps += 1
         return state.program
 
     def _try(
