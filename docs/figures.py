@@ -15,6 +15,10 @@ line per column (heading = path, format), an empty line, and a line per row (lab
 The selector of a row, by default its label, replaces `*` in the paths. A path consists of keys, list indices, and
 `[field=value,...]`, which selects the item of a list; `a / b` is a ratio. A format shows the number of decimals and the
 unit. What the report does not have stays empty.
+
+A figure in running text may also summarize the items of a list, as in `most of cases.[*]: flash.seconds / seconds`:
+their least, median, most or sum. Conditions such as `[bound=memory,kv_bytes>=256]` select items. Items without the
+value are skipped. `1 - ` before a path, or ` - 1` after it, shows by how much a ratio is less or more than 1.
 """
 
 from __future__ import annotations
@@ -24,14 +28,35 @@ import functools
 import json
 import operator
 import re
+import statistics
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 RESULTS = Path(__file__).parent.parent / "benchmarks" / "results"
-UNITS = {"": 1.0, " s": 1.0, " ms": 1e3, " MB": 1e-6, " GB": 1e-9, "%": 100.0, " times": 1.0}
-"""Factors from seconds, bytes and ratios, which reports hold."""
+UNITS = {
+    "": 1.0,
+    " s": 1.0,
+    " ms": 1e3,
+    " us": 1e6,
+    " MB": 1e-6,
+    " GB": 1e-9,
+    " TB/s": 1e-12,
+    " TFLOP/s": 1e-12,
+    "%": 100.0,
+    " times": 1.0,
+}
+"""Factors from seconds, bytes, operations and ratios, which reports hold."""
+SUMMARIES: dict[str, Callable[[list[float]], float]] = {
+    "least": min,
+    "median": statistics.median,
+    "most": max,
+    "sum": sum,
+}
+"""Functions that make one figure of those of several items."""
+IN_TEXT = re.compile(r"(1 - )?(?:(least|median|most|sum) of (.*)\.\[([^\]]*)\](?:: |$))?(.*?)( - 1)?")
+"""What a figure in running text shows: see above."""
 
 
 def table_of(source: str) -> str:
@@ -95,6 +120,46 @@ def figure(report: str, path: str, start: str = "") -> str:
         if isinstance(reason, str):
             return "" if reason == "out of time" else reason
     value = functools.reduce(operator.truediv, values)
+    return _formatted(value, digits, unit)
+
+
+def figure_in_text(report: str, path: str) -> str:
+    """Return the formatted figure of running text at `path, format`; nothing if the report lacks it."""
+    expression, form = path.rsplit(", ", 1)
+    digits, unit = re.fullmatch(r"([\d.]+)(.*)", form).groups()  # type: ignore[union-attr]
+    less, summary, items, conditions, ratio, more = IN_TEXT.fullmatch(expression).groups()  # type: ignore[union-attr]
+    content = _content(report)
+    chosen = _selected(follow(content, items), conditions) if summary else [content]
+    values = [value for item in chosen if (value := _ratio(item, ratio)) is not None]
+    if not values:
+        return ""
+    value = SUMMARIES[summary or "sum"](values)
+    return _formatted(1 - value if less else value - 1 if more else value, digits, unit)
+
+
+def _selected(items: list[Any], conditions: str) -> list[Any]:
+    """Return the items that meet `field=value,field>=number,...`, or all for `*`."""
+    for condition in () if conditions == "*" else conditions.split(","):
+        field, least, value = re.fullmatch(r"(\w+)(>)?=(.*)", condition).groups()  # type: ignore[union-attr]
+        if least:
+            items = [item for item in items if item.get(field, 0) >= float(value)]
+        else:
+            items = [item for item in items if str(item.get(field)) == value]
+    return items
+
+
+def _ratio(node: Any, names: str) -> float | None:
+    """Return the value at a path, or the ratio of those at several; None if one of them was not measured."""
+    try:
+        values = [follow(node, name) for name in names.split(" / ")]
+    except LookupError:
+        return None
+    if not all(isinstance(value, int | float) for value in values):
+        return None
+    return functools.reduce(operator.truediv, values)
+
+
+def _formatted(value: float, digits: str, unit: str) -> str:
     return f"{value * UNITS[unit]:,.{len(digits.partition('.')[2])}f}{unit}"
 
 

@@ -18,6 +18,7 @@ A part stands between two comments, so that a page also reads well where no site
 A figure in running text is followed by a comment with its report and path, and must equal what the report says:
 
     3.9 times<!-- 2026-11-26-h200-steps a.b / a.c, 0.0 times -->
+    up to 22<!-- 2026-11-22-h200-attention most of a.[*]: b / c, 0 --> times
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ PART = re.compile(
     r"^<!-- (?P<kind>figures|status|reference)(?P<source>.*?)(?P<end> ?-->)\n.*?^<!-- end of (?P=kind) -->$",
     re.MULTILINE | re.DOTALL,
 )
-IN_TEXT = re.compile(r"(?P<shown>[^\s|(]+(?: [a-zA-Z]+)?)<!-- (?P<report>20\d\d-[\w-]+) (?P<path>[^\n]+?) -->")
+IN_TEXT = re.compile(r"(?P<shown>[^\s|(]+(?: [a-zA-Z/]+)?)<!-- (?P<report>20\d\d-[\w-]+) (?P<path>[^\n]+?) -->")
 
 
 def text_of(page: str) -> str:
@@ -49,7 +50,7 @@ def text_of(page: str) -> str:
         If a figure in running text is not that of its report.
     """
     for found in IN_TEXT.finditer(page):
-        value = figures.figure(found["report"], found["path"])
+        value = figures.figure_in_text(found["report"], found["path"])
         if not value or not re.search(rf"(?<![\d.,]){re.escape(value)}$", found["shown"]):
             raise ValueError(f"{found['report']} has {value!r} at {found['path']!r}, the page {found['shown']!r}")
     return PART.sub(_part, page)

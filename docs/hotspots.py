@@ -1,6 +1,6 @@
 """Draws docs/hotspots.png (needs matplotlib): `python docs/hotspots.py [PATH]`.
 
-The embedded model answers a Game of 24 puzzle. The bars are the scores of the answer's steps (Hive, equations 2 to 4);
+The demo model answers a Game of 24 puzzle. The bars are the scores of the answer's steps (Hive, equations 2 to 4);
 a replay samples the steps above the threshold again (Hive, section 6.2, figure 7).
 """
 

@@ -245,6 +245,39 @@ def test_a_figure_in_running_text_equals_its_report(shown: str, generated: Modul
         generated.text_of(f"takes {shown}{source.replace('step_', 'stop_')} each")
 
 
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        ("least of stages.attention.cases.[*]: flash.seconds / seconds, 0.0 times", "0.7 times"),
+        ("most of stages.attention.cases.[bound=memory,kv_bytes>=268435456]: of_limit, 0%", "104%"),
+        ("1 - acceptance.6.worst, 0%", "-39%"),
+        ("acceptance.6.worst - 1, 0%", "39%"),
+        ("sum of stages.attention.cases.[bound=neither]: seconds, 0 s", ""),
+    ],
+)
+def test_figures_in_running_text_summarize_reports(path: str, value: str) -> None:
+    assert script("figures").figure_in_text("2026-11-22-h200-attention", path) == value
+
+
+CHECKED = ("agents_cache.md", "benchmarks.md", "cpu.md", "grpo.md", "papers.md")
+"""Pages all of whose figures are bound to a report, or say when they were measured."""
+MEASURED = re.compile(r"[\d.,]*\d(?: (?:ms|us|s|seconds|MB|GB|times)\b|%)")
+SOURCE = re.compile(r"20\d\d-\d\d-\d\d-|[A-Z][a-z]+ \d+,\s20\d\d|\bpapers?\b|\btarget|computed")
+"""A report, a date, or a figure that was not measured here."""
+
+
+@pytest.mark.parametrize("page", CHECKED)
+def test_figures_in_running_text_say_where_they_come_from(page: str, generated: ModuleType) -> None:
+    text = generated.IN_TEXT.sub("", generated.PART.sub("", (DOCS / page).read_text()))
+    text = re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL)
+    before = ""
+    for paragraph in re.split(r"\n\n+", text):
+        source = before + paragraph if paragraph.startswith("|") else paragraph  # a table has the source before it
+        figures = MEASURED.findall(paragraph)
+        assert not figures or SOURCE.search(source), (figures, paragraph)
+        before = paragraph
+
+
 def test_readme_is_short() -> None:
     text = re.sub(r"<!--.*?-->", "", (ROOT / "README.md").read_text(), flags=re.DOTALL)
     text = re.sub(r"\]\([^)]*\)", "]", text)  # addresses of links

@@ -75,10 +75,10 @@ Layout: TypeAlias = tuple[Mapping[str, Any], list[Targets], Sequence[ParallelExa
 
 
 class SharedPrefixLossMixin:
-    """Computes the log-probabilities of rows as trees, one per prompt, in TRL's `GRPOTrainer` and `RLOOTrainer`.
+    """Mixin for TRL's `GRPOTrainer` and `RLOOTrainer` that computes log-probabilities over one tree per prompt.
 
-    Losses and gradients are those of the trainer. A prompt is computed once per micro-batch, so that all rows of a
-    prompt should be in one: `per_device_train_batch_size` equal to the size of the generation batch.
+    Losses and gradients equal the trainer's own. A prompt is computed once per micro-batch, so put all completions of a
+    prompt into one: set `per_device_train_batch_size` to the size of the generation batch.
     """
 
     accelerator: Accelerator
@@ -227,26 +227,26 @@ class SharedPrefixLossMixin:
 
 
 class SharedPrefixGRPOTrainer(SharedPrefixLossMixin, GRPOTrainer):
-    """TRL's `GRPOTrainer` whose loss computes each prompt of a batch once (Hydragen, applied to training).
+    """TRL's `GRPOTrainer` with a loss that computes each prompt of a batch once (Hydragen, applied to training).
 
-    Losses and gradients are those of `GRPOTrainer`. Rollouts share the prompt, too, if the model is enabled and
-    `generation_kwargs={"generation_mode": "shared_prefix"}`; a model that is given by name is enabled. With a
-    `rollout_func` of `make_rollout_func`, completions are runs of other modes, whose log-probabilities are computed
-    from their layouts.
+    Losses and gradients equal those of `GRPOTrainer`. Rollouts also share the prompt if the model is enabled and
+    `generation_kwargs={"generation_mode": "shared_prefix"}`. A model that is given by name is enabled automatically.
+    With a `rollout_func` from `make_rollout_func`, completions are runs of other modes, and their log-probabilities are
+    computed from their layouts.
 
-    With `tools` or an `environment_factory`, and the mode, an engine in this process holds the conversations of a
-    batch: each turn continues its row where it stands, so that only the answers of tools are prefilled, and rows do not
-    wait for each other. Prompts, templates, limits and metrics are those of TRL.
+    With this mode and `tools` or an `environment_factory`, an engine in this process holds the conversations of a
+    batch. Each turn continues its conversation from the KV cache: only tool results are prefilled, and conversations do
+    not wait for each other. Prompts, templates, limits and metrics follow TRL.
 
     Parameters
     ----------
     model, *args, **kwargs
-        Those of `GRPOTrainer`.
+        As in `GRPOTrainer`.
     sampled_log_probs : bool
-        The old log-probabilities are those of sampling, under the distribution after temperature, `top_k`, `top_p` and
-        `min_p`, so that no forward pass computes them, and those of the loss are under the same distribution: the
-        tokens that these settings exclude have no part in it. A sampled token always has one. On a CPU, an enabled
-        model computes both with the same bits, so that the first importance ratios are exactly 1.
+        Use the log-probabilities that sampling returned as the old ones, so that no forward pass computes them. They
+        refer to the distribution after temperature, `top_k`, `top_p` and `min_p`, and the loss uses the same
+        distribution: tokens that these settings exclude have probability 0 (a sampled token never has). On a CPU, an
+        enabled model computes both with the same bits, so the first importance ratios are exactly 1.
     """
 
     computes_layouts = True

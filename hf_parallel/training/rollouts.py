@@ -44,27 +44,27 @@ def make_rollout_func(
 ) -> RolloutFunc:
     """Return a `rollout_func` for `SharedPrefixGRPOTrainer` whose completions are runs of a mode.
 
-    A completion is all tokens that the model samples in a run, of all its rows, in the order of
+    A completion consists of all tokens that the model samples in a run, in all its rows, in the order of
     `ParallelExample.target_ids`. Reward functions receive the transcript of the run as its completion, and a column
-    `passes`: the number of decode passes until the last row of the run ended. The trainer computes log-probabilities
-    from the layout of the run, because a token saw more than the tokens before it in its row.
+    `passes`: the number of decode steps until the last row of the run ended. The trainer computes log-probabilities
+    from the layout of the run, because a token attended to more than the tokens before it in its row.
 
-    Prompts are tasks or chats, from which `build_prompt` makes the prompt of the mode. Other arguments of `generate`
-    are those of the trainer; its `max_completion_length` is the `max_new_tokens` of each row.
+    Prompts are tasks or chats, from which `build_prompt` builds the mode's prompt. The trainer sets the other arguments
+    of `generate`; its `max_completion_length` is the `max_new_tokens` of each row.
 
     Parameters
     ----------
     generation_mode : str
-        Such as `hogwild` or `pdos`.
+        A mode such as `hogwild` or `pdos`.
     chat_template_kwargs : mapping, optional
-        Those of `build_prompt`.
+        Passed to `build_prompt`.
     **settings
-        Of the mode, without a seed.
+        Settings of the mode, without a seed.
 
     Raises
     ------
     ValueError
-        For an unknown mode or setting, and for a mode whose rows continue their prompts, which needs no `rollout_func`.
+        If a mode or setting is unknown, or the mode's rows continue their prompts, so that it needs no `rollout_func`.
     """
     config = make_config(generation_mode, settings)
     if config.traits.rows_continue_prompts:

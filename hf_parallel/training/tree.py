@@ -41,19 +41,20 @@ def tree_logprobs(
     """Return the log-probability of each token of each completion, with gradients.
 
     Every shared prefix is computed once: prompts, and the beginnings that completions share. The model computes the
-    tree with its own attention, under a 4D mask, so that gradient checkpointing and autocast work as usual.
+    tree with its own attention, under a 4D mask, so gradient checkpointing and autocast work as usual.
 
-    An enabled model on a CPU computes it by the kernels of inference, without autocast: the log-probabilities are those
-    of sampling, to the last bit.
+    An enabled model on a CPU computes the tree with the kernels of inference, without autocast. Its log-probabilities
+    then equal those of sampling to the last bit.
 
     Parameters
     ----------
     model : PreTrainedModel
         A causal language model with `sdpa` or `eager` attention; it need not be enabled.
     prompt_ids : 1-D tensor or list of int, or a list of these, or a mapping
-        The prompt of all completions, or one for each. For prompts with images, what the processor returns; the model
+        The prompt of all completions, or one for each. For prompts with images, the processor's output; the model
         must be enabled, and gradients reach its vision tower.
     completions : list of 1-D tensors or lists of int
+        Token ids of each completion.
     temperature : float
         Divides the logits.
 
