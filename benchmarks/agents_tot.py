@@ -1,4 +1,4 @@
-"""Tree of Thoughts for the Game of 24 on the embedded model (Yao et al., 2023; Hive, section 8).
+"""Tree of Thoughts for the Game of 24 on the demo model (Yao et al., 2023; Hive, section 8).
 
 One agent spawns a search for each puzzle, and all searches run at the same
 time. Agents and prompts come from `examples/agents_game24.py`. There are three ways, with the same seeds:

@@ -1,6 +1,6 @@
 """Paths of a fork against sequential decoding of as many tokens, and what a join costs, for each rule of positions.
 
-The embedded model does not fork by itself, so `opening` gives the plan. All paths have the same length. `join` is the
+The demo model does not fork by itself, so `opening` gives the plan. All paths have the same length. `join` is the
 time from the last tokens of the paths to the next token of the answer, less a step of one row. `join_host` is its part
 before the model is called, beyond that of a step of the paths: ending the paths and joining their blocks.
 """

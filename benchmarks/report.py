@@ -71,7 +71,7 @@ def new_parser(name: str, words: str | None) -> argparse.ArgumentParser:
     """Return a parser with the options of all benchmarks."""
     parser = argparse.ArgumentParser(prog=f"python -m benchmarks {name}", description=str(words).splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="tiny sizes, to check that everything runs")
-    parser.add_argument("--model", metavar="ID_OR_PATH", help="default: the embedded model")
+    parser.add_argument("--model", metavar="ID_OR_PATH", help="default: the demo model")
     parser.add_argument("--threads", type=int, metavar="N", help="CPU threads (default: torch's)")
     words = "measure CPU time of one thread: for a machine with other work"
     parser.add_argument("--cpu-time", action="store_true", help=words)

@@ -1,9 +1,9 @@
 """Draws the pictures of README and the pages as SVG: `python docs/pictures.py`.
 
-Views and rotation offsets are read from the caches. `workers` animates a recorded run of the embedded model:
-`hf-parallel generate "Plan a picnic in the park." --seed 5 --max-new-tokens 42 -o docs/recorded_run.json`.
+Views and rotation offsets are read from the caches. `workers` animates a recorded run of the demo model: `hf-parallel
+generate "Plan a picnic in the park." --mode hogwild --seed 5 --max-new-tokens 42 -o docs/recorded_run.json`.
 `images/transcript-hogwild.png` is a screenshot of its page (`hf-parallel view`), `#pass=30&as=0` at 1280 x 640 pixels.
-`images/page-*.png` are screenshots of the server's page with the embedded model, 1280 pixels wide.
+`images/page-*.png` are screenshots of the server's page with the demo model, 1280 pixels wide.
 With `--check` the script changes nothing and returns 1 if a picture is out of date.
 """
 

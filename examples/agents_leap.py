@@ -9,7 +9,7 @@ import hf_parallel
 from hf_parallel.agents import Chat, Runtime, agent, leap
 from hf_parallel.engine import Engine
 
-MODEL = None  # a Hub id or a path of a reasoning model, such as "Qwen/QwQ-32B"; None: the embedded model
+MODEL = None  # a Hub id or a path of a reasoning model, such as "Qwen/QwQ-32B"; None: the demo model
 QUESTION = "How many days are there from the 3rd of March to the 12th of April? Think in short paragraphs."
 PATHS = 3
 INTERVAL = 48  # the authors': 2048

@@ -11,7 +11,7 @@ import hf_parallel
 from hf_parallel.agents import Chat, Runtime, agent, pacore
 from hf_parallel.engine import Engine
 
-MODEL = None  # a Hub id or a path, such as "stepfun-ai/PaCoRe-8B"; None: the embedded model
+MODEL = None  # a Hub id or a path, such as "stepfun-ai/PaCoRe-8B"; None: the demo model
 QUESTION = "Which is heavier, a kilogram of feathers or a pound of iron?"
 ROUNDS = (4, 2)  # four answers, then two, then the last one
 READS = 2  # how many answers of the last round an answer reads; the last one reads all

@@ -24,7 +24,7 @@ from hf_parallel.generation import MODES, GenerationStats, ParallelConfig, Paral
 from hf_parallel.generation.config import make_config
 from hf_parallel.generation.decoding.replay.config import ReplayConfig
 from hf_parallel.generation.mixin import take_parallel_config
-from hf_parallel.generation.modes import DEFAULT_MODE
+from hf_parallel.generation.modes import PLAIN_MODE
 from hf_parallel.generation.printing import ConsoleStreamer
 from hf_parallel.generation.prompts import check_unused_template_kwargs, encode_task
 from hf_parallel.generation.sampling.rng import mix
@@ -52,8 +52,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--raw", action="store_true", help="prompts unchanged: no chat template, no instructions of the mode")
     add = parser.add_argument_group("model and mode").add_argument
     add_model_options(add)
-    words = f"{', '.join(MODES)}, or {PLAIN} (no mode); default: {DEFAULT_MODE}"
-    add("--mode", default=DEFAULT_MODE, choices=[*MODES, PLAIN], metavar="MODE", help=words)
+    words = f"{', '.join(MODES)}, or {PLAIN} (no mode); default: {PLAIN_MODE}"
+    add("--mode", default=PLAIN_MODE, choices=[*MODES, PLAIN], metavar="MODE", help=words)
     add("--settings", action="store_true", help="print what the mode does and what its settings mean, and exit")
     words = "a setting of the mode, see --settings, or of generate"
     add("--set", action="append", default=[], metavar="NAME=VALUE", help=words)

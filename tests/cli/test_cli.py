@@ -27,6 +27,9 @@ REPOSITORY = Path(hf_parallel.__file__).parent.parent
 # Prompts and settings
 
 
+WORKERS = ("x", "--mode", "hogwild")
+
+
 def options(*arguments: str) -> Any:
     return cli.make_parser("generate").parse_args(["generate", *arguments])
 
@@ -65,7 +68,7 @@ def test_a_source_without_a_valid_prompt_raises(
         (["x", "\udcff"], "UTF-8"),
         (["x", "--file", "/nowhere"], "/nowhere"),
         (["x", "--lines"], "--lines"),
-        (["x", "--set", "num_worker=3"], "did you mean 'num_workers'?"),
+        (["x", "--mode", "hogwild", "--set", "num_worker=3"], "did you mean 'num_workers'?"),
         (["x", "--set", "logits_cache=1"], "--logits-cache"),
         (["x", "--mode", "generate", "--set", "layout=combined"], "'layout'"),
         (["x", "--greedy", "--set", "top_p=0.5"], "do_sample=False .* top_p"),
@@ -92,11 +95,13 @@ def test_invalid_options_are_one_line_before_a_model_is_loaded(
 
 
 def test_only_given_settings_are_passed_on_so_that_presets_can_fill_in_the_others() -> None:
-    config, settings = cli_settings.read_settings(options("x", "--temperature", "0.3", "--set", "step_prefix={name}> "))
+    given = options(*WORKERS, "--temperature", "0.3", "--set", "step_prefix={name}> ")
+    config, settings = cli_settings.read_settings(given)
     assert config is not None
     assert config.to_dict() == {"step_prefix": "{name}> "}
     assert settings == {"temperature": 0.3, "do_sample": True, "max_new_tokens": 256}
-    config, settings = cli_settings.read_settings(options("x", "--seed", "7", "--greedy", "--set", "max_length=30"))
+    given = options(*WORKERS, "--seed", "7", "--greedy", "--set", "max_length=30")
+    config, settings = cli_settings.read_settings(given)
     assert config == HogwildConfig(seed=7)
     assert settings == {"do_sample": False, "max_length": 30}
 

@@ -26,10 +26,10 @@ def model(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[dict[str, Any]]
 @pytest.mark.parametrize(
     ("arguments", "seen"),
     [
-        ([], "Alice, Bob solve tasks together.(.|\n)*Task: P\n\n"),
-        (["--no-preset"], "2 assistants, Alice, Bob, work(.|\n)*\n\nP\n\n"),
+        ([], "P\n\n"),
+        (["--mode", "hogwild"], "Alice, Bob solve tasks together.(.|\n)*Task: P\n\n"),
+        (["--mode", "hogwild", "--no-preset"], "2 assistants, Alice, Bob, work(.|\n)*\n\nP\n\n"),
         (["--mode", "pdos"], "Often an answer has parts(.|\n)*\n\nP\n\n"),
-        (["--mode", "shared_prefix"], "P\n\n"),
         (["--raw"], "P"),
     ],
 )
@@ -69,7 +69,7 @@ def test_json_lines_have_log_probabilities_if_asked_for(model: Any, capsys: pyte
 
 # Batches
 
-SEVERAL = ["generate", "P", "QRS", "TU", "--raw", "--no-preset", "--max-new-tokens", "6"]
+SEVERAL = ["generate", "P", "QRS", "TU", "--mode", "hogwild", "--raw", "--no-preset", "--max-new-tokens", "6"]
 
 
 def test_batches_are_saved_as_one_transcript(

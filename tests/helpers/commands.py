@@ -39,6 +39,8 @@ def given(settings: dict[str, Any]) -> list[str]:
 WORKERS = [
     "generate",
     "P",
+    "--mode",
+    "hogwild",
     "--raw",
     "--greedy",
     "--no-preset",

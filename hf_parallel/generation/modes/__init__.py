@@ -36,10 +36,8 @@ from hf_parallel.generation.modes.skeleton_of_thought import (
     SkeletonPoint,
 )
 
-DEFAULT_MODE = HogwildConfig.mode
-"""Default mode of the command line."""
 PLAIN_MODE = SharedPrefixConfig.mode
-"""Mode with the tokens of `generate` without a mode."""
+"""Mode with the tokens of `generate` without a mode, and default of the command line."""
 
 __all__ = [
     "AsyncReasoningConfig",
