@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import re
+import sys
 from collections.abc import Sequence
 from functools import cache
 from typing import Any
@@ -47,9 +48,9 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 """Rows of the table: a mode and the settings on which its needs depend."""
 KINDS = {
-    "layers with a state": "lfm2",
+    "hybrid models": "lfm2",
     "sliding windows": "mistral",
-    "attention of its own": "xglm",
+    "own attention": "xglm",
     "no RoPE": "gpt2",
 }
 """Columns of the table that say on which models a mode runs, with a tiny model of each kind."""
@@ -118,5 +119,6 @@ def _enabled(architecture: str) -> Any:
 
 
 if __name__ == "__main__":
+    sys.path += {str(test.parent) for test in (ROOT / "tests" / "generation").rglob("test_*.py")}  # `test_<mode>.py`
     text = PAGE.read_text(encoding="utf-8")
     PAGE.write_text(text.replace(table_of(text), table()), encoding="utf-8")
