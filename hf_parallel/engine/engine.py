@@ -68,31 +68,32 @@ class PlannedStep(NamedTuple):
 class Engine:
     """Serves `submit` calls of many threads or coroutines with one model.
 
-    If several processes compute the model, each opens an engine: the first one takes requests, the others wait for it.
+    With a sharded model, every process opens an engine. The first one accepts requests; the others wait for it.
 
     Parameters
     ----------
     model : PreTrainedModel
-        The engine owns it while it is open: `model.generate` with a mode, of somebody else, raises or waits (see
-        `enable`). The model is enabled if it was not.
+        The engine has exclusive use of the model while it is open: other calls of `model.generate` with a mode raise an
+        error or wait (see `enable`). The model is enabled if necessary.
     tokenizer : PreTrainedTokenizerBase, optional
-        For prompts that are text, for text, and for modes that need one.
+        Encodes text prompts, decodes text, and serves modes that need a tokenizer.
     max_kv_bytes : int, optional
-        Budget of keys, values and states. Cached prefixes are evicted when it is full, then requests are preempted:
-        what they held is computed again later. Default: no limit.
+        Budget of keys, values and states. When it is full, cached prefixes are evicted, then requests are preempted and
+        recomputed later. Default: no limit.
     max_rows : int
-        Rows that generate at the same time, unless one request alone has more.
+        Maximum number of rows that are generated at the same time. A single request may have more.
     max_waiting : int
         Requests in the queue. When it is full, only submitters that hold less than their fair share can submit.
     max_batch_tokens : int, optional
-        Tokens of a step; prompts are computed in parts of at most that many. Default: 512 on a CPU, else 4096.
+        Maximum number of tokens per step; prompts are prefilled in chunks of at most this size. Default: 512 on a CPU,
+        otherwise 4096.
     policy : EvictionPolicy, optional
         Order in which cached prefixes are evicted. Default: least recently used. A `SchedulingPolicy`, such as
-        `ContributionPolicy`, also says which requests of a submitter run first.
+        `ContributionPolicy`, also decides which requests of a submitter run first.
     cache_dtype : str, optional
         See `ParallelConfig`.
     state_interval : int, optional
-        Tokens after which layers that keep a state keep another, so that later prompts can diverge there.
+        Number of tokens between kept states of recurrent layers. Later prompts can diverge at these states.
 
     Examples
     --------
@@ -180,7 +181,7 @@ class Engine:
             raise self.error
 
     def close(self, drain: bool = True) -> None:
-        """Stop accepting requests, and end. `drain`: first finish those that were submitted, else cancel them.
+        """Close the engine. `drain`: finish the submitted requests first; otherwise cancel them.
 
         Does nothing in a fork of the process that opened it.
         """
@@ -217,24 +218,25 @@ class Engine:
             Text, a chat, token ids `[length]` or `[rows, length]`, or `input_ids` with `attention_mask`. The chat
             template is applied to a chat, and to text if the mode has a prompt builder (see `build_prompt`).
         generation_mode : str, optional
-            None: plain generation, with the tokens of `model.generate`.
+            None: plain generation, with the same tokens as `model.generate`.
         priority : int
             Requests of higher priority run first.
         submitter : hashable, optional
-            Submitters with equal priority get equally many tokens.
+            Submitters with equal priority get the same number of tokens.
         agent_hints : AgentHints or mapping, optional
-            The agent that submits it, for eviction policies.
+            The agent that submits the request, for eviction policies.
         cache_salt : str, optional
-            Cached prefixes, and the logits of a `LogitsCache`, are shared among requests of equal salt only, so that
-            others cannot tell what is cached.
+            Only requests with the same salt share cached prefixes and the logits of a `LogitsCache`, so that others
+            cannot find out what is cached.
         adapter : str, optional
-            LoRA adapter of PEFT, by name; "__base__": none. Default: the active ones. Each has its own prefixes.
+            Name of a LoRA adapter of PEFT; "__base__": none. Default: the active ones. Each adapter has its own
+            prefixes.
         lease : Lease, optional
-            Keeps the prompt and the answer cached after the end, so that forks find them; see `Lease`.
+            Keeps the prompt and the answer cached after the request has ended, for forks; see `Lease`.
         parent : ForkPoint, optional
-            Running request with whose tokens the prompt begins, as `RequestHandle.point` returns it.
+            A running request whose tokens the prompt begins with, as `RequestHandle.point` returns it.
         **settings
-            As of `model.generate`, such as settings and a streamer; `chat_template_kwargs`: `build_prompt`.
+            Arguments of `model.generate`, such as settings and a streamer; `chat_template_kwargs` as in `build_prompt`.
 
         Raises
         ------
@@ -243,7 +245,7 @@ class Engine:
         KVBudgetError
             If the request alone may not fit into `max_kv_bytes`.
         QueueFullError
-            If `max_waiting` requests wait, an equal share or more of them this submitter's.
+            If `max_waiting` requests wait, and this submitter has its fair share of them or more.
         RuntimeError
             If the engine is not open.
         """
@@ -276,7 +278,7 @@ class Engine:
         parent: ForkPoint | None = None,
         **settings: Any,
     ) -> Request:
-        """Return a request for `submit_together`. Its arguments and errors are those of `submit`."""
+        """Return a request for `submit_together`. Arguments and errors are the same as for `submit`."""
         self.check_open()
         check_request(priority, cache_salt)
         self._cached_model.check(adapter)
@@ -308,10 +310,10 @@ class Engine:
         return request
 
     def submit_together(self, requests: Sequence[Request]) -> list[RequestHandle]:
-        """Submit requests of `prepare`, all of which the next step may begin, and return their handles.
+        """Submit requests of `prepare` at once, for the next step to start together, and return their handles.
 
-        Raises `QueueFullError` if one has no place in the queue, and `RuntimeError` if the engine is not open; then
-        none is submitted.
+        Raises `QueueFullError` if the queue has no room for one of them, and `RuntimeError` if the engine is not open.
+        In both cases, none is submitted.
         """
         with self._changed:
             self.check_open()
@@ -348,28 +350,29 @@ class Engine:
 
     @contextmanager
     def updating_weights(self, running: OnUpdate = "recompute") -> Iterator[None]:
-        """Change the model's weights in the body, in place, while the engine waits between two forward passes.
+        """Let the body change the model's weights in place, while the engine waits between two forward passes.
 
         Parameters
         ----------
         running : "recompute", "finish" or "drop"
-            What happens to requests that have begun to generate. `recompute`: they continue with their tokens, whose
-            keys and values the new weights compute again. `finish`: they continue over the keys and values that they
-            have, which no other request uses. `drop`: they fail with `WeightsChangedError`. Requests that have not
-            begun start again, and cached prefixes and leases are deleted.
+            What happens to requests that have begun to generate. `recompute`: they keep their tokens and recompute the
+            keys and values with the new weights. `finish`: they keep their keys and values, which no other request
+            uses. `drop`: they fail with `WeightsChangedError`. Requests that have not begun start again, and cached
+            prefixes and leases are deleted.
 
         Raises
         ------
         ValueError
-            If several processes compute the model, or for another `running`.
+            If the model is sharded over several processes, or `running` is invalid.
         RuntimeError
-            If the engine is not open, and where waiting would never end: inside the body of another update of the same
-            thread, or in code of a request.
+            If the engine is not open, or if waiting would never end: inside the body of another update of the same
+            thread, or in the code of a request.
 
         Notes
         -----
-        Each token has the version of the weights that sampled it (`RequestHandle.token_versions`), which counts the
-        updates. The body must not wait for a request. Gradients may be computed outside of it, while requests run.
+        Each token records the version of the weights that sampled it (`RequestHandle.token_versions`); the version
+        counts the updates. The body must not wait for a request. Gradients may be computed outside of it, while
+        requests run.
         """
         check_choice("running", running, ON_UPDATE)
         if self._ranks.are_several:
@@ -407,7 +410,7 @@ class Engine:
         self._post(partial(self._storage.leases.renew, lease))
 
     def release(self, lease: Lease) -> None:
-        """End a lease. What it kept is cached as any other prefix."""
+        """End a lease. Its prefix stays cached like any other prefix."""
         self._post(partial(self._storage.leases.release, lease))
 
     def _post(self, function: Callable[[], None]) -> None:

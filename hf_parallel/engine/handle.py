@@ -74,9 +74,9 @@ class TokenDecoder:
 class RequestHandle:
     """A submitted request.
 
-    Iterate over it for its tokens (`for`, `async for`), over `texts()` for its text. Several threads may read one
-    handle; each iteration starts with the first token. An error of the request is raised where it is read. `stats` is
-    its cost so far. Text is decoded where it is read, by a new `decoder` each time; without one, the mode writes it.
+    Iterate over the handle for tokens (`for`, `async for`), or over `texts()` for text. Several threads may read one
+    handle; each iteration starts with the first token. If the request fails, reading it raises the error. `stats` is
+    its cost so far. Text is decoded by the reader, with a new `decoder` each time; without one, the mode writes it.
     """
 
     done = False
@@ -84,7 +84,7 @@ class RequestHandle:
     end_tokens: Collection[int] = ()
     """Tokens that end its rows, which are not part of their text."""
     error: BaseException | None = None
-    """The error that ended the request; None: it runs or has finished."""
+    """The error that ended the request, or None if it is running or has finished."""
     make_forks: Callable[..., list[RequestHandle]] | None = None
     """Submits forks, given the handle and the arguments of `fork`; set by the engine."""
     point: Callable[[int, int], Any] = staticmethod(lambda row, num_tokens: None)
@@ -119,8 +119,8 @@ class RequestHandle:
         """Wait for the end and return the mode's output.
 
         Raises `TimeoutError` after `timeout` seconds, `concurrent.futures.CancelledError` if the request was cancelled,
-        the error that ended it if it failed, and `RuntimeError` where waiting would never end: in code of another
-        request of the engine, and in a fork of its process.
+        its original error if it failed, and `RuntimeError` if waiting would never end: in the code of another request
+        of the engine, or in a fork of its process.
         """
         if not self.done and not self._wait(lambda: self.done, timeout):
             raise TimeoutError(f"the request has not ended after {timeout} seconds")
@@ -151,35 +151,34 @@ class RequestHandle:
         children: Sequence[Mapping[str, Any]] | None = None,
         **settings: Any,
     ) -> list[RequestHandle]:
-        """Submit requests that continue a row of this one, and return their handles. This one goes on, if it runs.
+        """Submit requests that continue a row of this request, and return their handles. This request keeps running.
 
-        Their prompt is the row's, its new tokens and a suffix. Keys and values of what the row has are not computed
-        again, except those of its last token, while they are cached; see `Engine`.
+        The prompt of a fork consists of the row's prompt, its new tokens and a suffix. While the row's keys and values
+        are cached, only those of its last token are recomputed; see `Engine`.
 
         Parameters
         ----------
         n : int, optional
             Number of forks. Default: 1, or one for each of the `children`.
         at : int, optional
-            Number of new tokens of the row that forks continue. Default: all that it has now, without a token that has
-            ended it.
+            How many new tokens of the row the forks keep. Default: all generated so far, without an end token.
         row : int
-            The row, as in `StreamedToken.row`.
+            Index of the row, as in `StreamedToken.row`.
         suffix : str, list of int, tensor or list of dict, optional
-            Text, token ids or messages that follow. Messages follow the tokens as if these were an answer.
+            Text, token ids or messages to append. Messages are appended as if the tokens before them were an answer.
         children : sequence of mapping, optional
-            Suffix and settings of each fork, which override those of all.
+            Suffix and settings of each fork. They override the common ones.
         **settings
-            Other arguments of `Engine.submit`. Default: those of this request, without its streamer, and with one row.
-            Several forks with the same seed get this seed and those that follow it. Of another adapter or salt, they
-            compute everything anew.
+            Other arguments of `Engine.submit`. Default: the arguments of this request, with one row and without its
+            streamer. Several forks with the same seed get consecutive seeds, starting with this one. With another
+            adapter or salt, forks recompute everything.
 
         Raises
         ------
         ValueError
-            For a row or tokens that the request does not have, and for a request whose rows are no sequences of tokens
-            (modes such as `hogwild`), or whose prompt has images or masked tokens. And the errors of `Engine.submit`;
-            then no fork is submitted.
+            If the request does not have this row or these tokens, if its rows are not plain sequences of tokens (modes
+            such as `hogwild`), or if its prompt has images or masked tokens. Also the errors of `Engine.submit`. In all
+            cases, no fork is submitted.
         """
         if self.make_forks is None:
             raise ValueError("the request cannot be forked: no engine has submitted it")
@@ -192,7 +191,7 @@ class RequestHandle:
 
     @property
     def token_versions(self) -> list[int]:
-        """The version of the weights whose logits each token was sampled from; see `Engine.updating_weights`."""
+        """The version of the weights that sampled each token; see `Engine.updating_weights`."""
         count = len(self.sink.tokens)
         found: list[int] = []
         for index, (begin, version) in enumerate(self.versions):
@@ -202,29 +201,29 @@ class RequestHandle:
         return found
 
     def inject(self, text: str, to: str | int = "all") -> Future[int]:
-        """Say something to rows that are writing; they read it in one of the next forward passes.
+        """Insert a text for workers that are generating. They read it in one of the next forward passes.
 
-        In the modes `hogwild` and `async_reasoning`, from any thread. The same text after the same pass gives the same
-        tokens, also if the request is preempted and computed again.
+        Works in the modes `hogwild` and `async_reasoning`, from any thread. The same text after the same pass gives the
+        same tokens, even if the request is preempted and recomputed.
 
         Parameters
         ----------
         text : str
-            For all workers, it becomes a step of their common history, or in the layout `contiguous` a line in the
-            text of each. For one worker, it continues its unfinished step on a new line.
+            Text for all workers becomes a step of their common history, or in the layout `contiguous` a line in the
+            text of each worker. Text for one worker continues its unfinished step on a new line.
         to : str or int
             "all", or the name or the number of a worker, counted from 0.
 
         Returns
         -------
         Future of int
-            The number of decode passes after which the text is read. Its error is a `NotRunningError` if the request,
-            or the worker, ends before, and a `ValueError` if the model has no positions left for the text.
+            The number of decode steps after which the text is read. The future fails with a `NotRunningError` if the
+            request or the worker ends before, and with a `ValueError` if the model has no positions left for the text.
 
         Raises
         ------
         ValueError
-            For a text that is empty or cannot be encoded, an unknown worker, and in other modes.
+            If the text is empty or cannot be encoded, the worker is unknown, or the mode is another one.
         KVBudgetError
             If the request may need more memory with the text than the engine has.
         NotRunningError

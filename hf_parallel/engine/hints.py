@@ -21,7 +21,8 @@ class AgentHints:
     workflow_id : str
         Run of a workflow, in which agents work together.
     agent_id : str
-        Role of the agent, such as "Patcher", whose contribution is scored. Empty: the request belongs to no agent.
+        Role of the agent, such as "Patcher". Each role has a contribution score. Empty: the request belongs to no
+        agent.
     """
 
     workflow_id: str = ""

@@ -23,10 +23,10 @@ class LeaseTerms:
     ttl : float
         Seconds after which a lease ends, counted from the end of its request or from the last fork.
     max_leases : int
-        Leases of a holder. Beyond, its least recently used one ends.
+        Maximum number of leases of a holder. If it is exceeded, the least recently used lease ends.
     max_lease_bytes : int, optional
-        Bytes of keys, values and states that the leases of a holder keep together; what they share counts once.
-        Default: no limit but that of the engine.
+        Maximum bytes of keys, values and states that the leases of a holder keep together; shared prefixes count once.
+        Default: only the engine's limit.
     """
 
     ttl: float = 600.0
@@ -36,9 +36,9 @@ class LeaseTerms:
 
 @dataclass(eq=False)
 class Lease:
-    """A lease of the prefixes of one request, of a holder such as an API key. It pins nodes of the tree as requests do.
+    """Keeps the prefixes of one request cached for a holder, such as an API key, by pinning their nodes in the tree.
 
-    It begins when its request has finished. The engine's thread changes it.
+    A lease begins when its request has finished. The engine's thread changes it.
     """
 
     holder: Hashable

@@ -24,7 +24,7 @@ HEAD_START = 64
 
 
 class QueueFullError(RuntimeError):
-    """Raised at submission if `max_waiting` requests wait already, an equal share or more of them the submitter's."""
+    """Raised at submission if the queue is full and the submitter has its fair share of it or more."""
 
 
 def has_place(counts: Counter[Any], submitter: Any, most: int) -> bool:

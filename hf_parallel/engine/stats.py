@@ -16,13 +16,13 @@ class EngineStats:
     """State of an engine, and its work since it started."""
 
     running: int = 0
-    """Requests that generate."""
+    """Requests that are generating."""
     waiting: int = 0
     """Requests in the queue, and preempted ones."""
     kv_bytes: int = 0
     """Bytes of keys and values held, cached prefixes included."""
     state_bytes: int = 0
-    """Bytes of the states that layers keep instead of keys, cached prefixes included."""
+    """Bytes of recurrent states, cached prefixes included."""
     reserved_bytes: int = 0
     """Bytes of storage reserved for keys, values and states."""
     leases: int = 0
@@ -32,15 +32,15 @@ class EngineStats:
     evicted_tokens: int = 0
     """Tokens of cached prefixes whose keys and values were deleted."""
     preemptions: int = 0
-    """Times that a running request lost its keys and values, which were computed again."""
+    """Number of times that a running request was preempted and recomputed."""
     reused_tokens: int = 0
-    """Prompt tokens whose keys and values were cached."""
+    """Prompt tokens taken from the prefix cache."""
     prefilled_tokens: int = 0
-    """Prompt tokens that were computed."""
+    """Prompt tokens that were prefilled."""
     decoded_tokens: int = 0
     """Tokens that were generated."""
     replayed_tokens: int = 0
-    """Part of them that was drawn from the logits of a `LogitsCache`."""
+    """Generated tokens that were sampled from the logits of a `LogitsCache`."""
     steps: int = 0
     """Forward passes of the model."""
     finished: int = 0
@@ -51,7 +51,7 @@ class EngineStats:
     step_seconds: float = 0.0
     """Seconds in steps."""
     overhead_seconds: float = 0.0
-    """Part of them spent neither in the model nor in the code of the requests."""
+    """Seconds in steps that were spent neither in the model nor in the code of the requests."""
 
     def to_dict(self) -> dict[str, float]:
         """Return the statistics as a plain dictionary."""

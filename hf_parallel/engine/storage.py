@@ -30,7 +30,7 @@ READ_SHARE = 0.02
 
 
 class KVBudgetError(RuntimeError):
-    """Raised if keys and values of a request do not fit into `max_kv_bytes`."""
+    """Raised if the keys and values of a request do not fit into `max_kv_bytes`."""
 
 
 class WeightsChangedError(RuntimeError):

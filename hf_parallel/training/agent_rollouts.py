@@ -45,17 +45,16 @@ class SampledRequest(NamedTuple):
 class TokenModel(EngineModel):
     """An engine as the model of one agent run, which keeps the tokens of all requests.
 
-    A conversation that continues an answer has the tokens that were sampled, not those of its text: only the text that
-    the chat template writes after the answer is encoded. If the template has changed earlier messages, such as by
-    dropping the thinking of an answer, the conversation is encoded anew and leaves the tree where it differs;
-    `rewritten` counts these requests.
+    A conversation that continues an answer contains the sampled tokens: only the text that the chat template writes
+    after the answer is encoded. If the template changes earlier messages, for example by dropping the thinking of an
+    answer, the conversation is encoded again and leaves the tree where it differs; `rewritten` counts these requests.
 
     Parameters
     ----------
     engine : Engine
-        With a tokenizer.
+        An engine with a tokenizer.
     generation_config : GenerationConfig
-        Of all requests. Agents choose only the settings `ALLOWED`.
+        Config of all requests. Agents may set only the settings `ALLOWED`.
     """
 
     def __init__(self, engine: Engine, generation_config: Any) -> None:
@@ -126,25 +125,26 @@ class TokenModel(EngineModel):
 def make_agent_rollout_func(agent: Agent, **named: Any) -> RolloutFunc:
     """Return a `rollout_func` for `SharedPrefixGRPOTrainer` whose completions are runs of an agent.
 
-    The agent gets the prompt of a row, a text or a chat, as its first argument. A completion is all tokens that the
-    model sampled in the run, of all requests in the order of their ends: forks, retries and sub-agents included. They
-    have the advantage of the run. Reward functions receive the agent's last value: its text as the completion, itself
-    in the column `values`. The agents of a batch run concurrently in one engine, which is open meanwhile.
+    The agent gets the prompt of a row, a text or a chat, as its first argument. A completion consists of all tokens
+    that the model sampled in the run, including forks, retries and sub-agents, with the requests in the order in which
+    they end. All of them get the advantage of the run. Reward functions receive the agent's last value: as text in the
+    completion, and the value itself in the column `values`. The agents of a batch run concurrently in one engine, which
+    is open during this time.
 
-    The arguments of `generate` are those of the trainer, whose `generation_kwargs` name `shared_prefix`. Agents choose
+    The trainer sets the arguments of `generate`; its `generation_kwargs` must name `shared_prefix`. Agents may set
     `max_new_tokens` (default: `max_completion_length`), `num_return_sequences` and `stop_strings`.
 
     Parameters
     ----------
     agent : Agent
-        Made by `agents.agent`.
+        Function decorated with `agents.agent`.
     **named
         Further arguments of the agent.
 
     Raises
     ------
     TypeError
-        If it is no agent.
+        If `agent` is not an agent.
     """
     if not isinstance(agent, Agent):
         raise TypeError(f"agent must be an agent, got {agent!r}: decorate the function with @agent")

@@ -37,11 +37,11 @@ class RolloutTree:
     ----------
     prompt : list of int
     parents : list of int
-        Parent of each node, an earlier one; -1 for those that continue the prompt.
+        Parent of each node, which is an earlier node; -1 for nodes that continue the prompt.
     tokens : list of list of int
         Tokens of each node.
     sampled : list of bool
-        Whether the model sampled the tokens of a node. Others have no siblings.
+        Whether the model sampled the tokens of a node. Other nodes have no siblings.
     """
 
     prompt: list[int]
@@ -62,7 +62,7 @@ class RolloutTree:
 
     @cached_property
     def children(self) -> list[list[int]]:
-        """Children of each node, and at the end those of the prompt."""
+        """Children of each node, followed by the children of the prompt."""
         children: list[list[int]] = [[] for _ in range(len(self) + 1)]
         for node, parent in enumerate(self.parents):
             children[parent].append(node)
@@ -91,7 +91,7 @@ class RolloutTree:
 
     @cached_property
     def weights(self) -> np.ndarray:
-        """Weight of each node in the loss, float64: it divides the weight of its parent among the children."""
+        """Weight of each node in the loss, float64: children divide the weight of their parent equally."""
         weights = np.ones(len(self))
         for node, parent in enumerate(self.parents):
             above = 1.0 if parent < 0 else weights[parent]
@@ -117,14 +117,14 @@ Estimator: TypeAlias = Callable[[RolloutTree, Mapping[int, float]], np.ndarray]
 
 
 def outcome_advantages(tree: RolloutTree, rewards: Mapping[int, float]) -> np.ndarray:
-    """Compare the value of a node with those of the other branches of the prompt (RLOO, arXiv 2402.14740)."""
+    """Compare the value of a node with the other branches of the prompt (RLOO, arXiv 2402.14740)."""
     return _advantages(tree, rewards, lambda baselines: baselines[0])
 
 
 def sibling_advantages(tree: RolloutTree, rewards: Mapping[int, float]) -> np.ndarray:
-    """Compare the value of a node with those of its siblings (TreeRPO, arXiv 2506.05183).
+    """Compare the value of a node with its siblings (TreeRPO, arXiv 2506.05183).
 
-    An only child has the baseline of its parent.
+    An only child gets the baseline of its parent.
     """
     return _advantages(tree, rewards, lambda baselines: baselines[-1])
 
@@ -135,7 +135,7 @@ def ancestor_advantages(tree: RolloutTree, rewards: Mapping[int, float]) -> np.n
 
 
 def two_level_advantages(tree: RolloutTree, rewards: Mapping[int, float]) -> np.ndarray:
-    """Average the comparison within the tree and the one across (as Tree-GRPO, arXiv 2509.21240)."""
+    """Average the comparisons within the tree and across trees (as Tree-GRPO, arXiv 2509.21240)."""
     return (outcome_advantages(tree, rewards) + sibling_advantages(tree, rewards)) / 2
 
 
@@ -162,10 +162,10 @@ def _advantages(
 def tree_loss(
     model: PreTrainedModel, tree: RolloutTree, advantages: Sequence[float] | np.ndarray, temperature: float = 1.0
 ) -> torch.Tensor:
-    """Return the policy-gradient loss of a tree, a scalar whose gradient is that of all its rows.
+    """Return the policy-gradient loss of a tree, a scalar with the same gradient as all of its rows together.
 
-    It is `-sum(weight * advantage * log_probability)` over the nodes that were sampled, each computed once. Rows from
-    the prompt to each leaf, with the weights of their leaves and the advantages of their nodes, have the same sum.
+    The loss is `-sum(weight * advantage * log_probability)` over the sampled nodes, each computed once. Separate rows
+    from the prompt to each leaf have the same sum, with the weights of their leaves and the advantages of their nodes.
 
     Parameters
     ----------
@@ -174,7 +174,7 @@ def tree_loss(
     advantages : [nodes]
         Such as an estimator returns.
     temperature : float
-        At which the tokens were sampled.
+        Temperature of sampling.
     """
     if len(advantages) != len(tree):
         raise ValueError(f"advantages must have one value for each of the {len(tree)} nodes, got {len(advantages)}")
@@ -208,10 +208,10 @@ def sample_tree(
     seed: int = 0,
     **settings: Any,
 ) -> RolloutTree:
-    """Sample a tree: a node is a segment of tokens, whose children continue it where it stands.
+    """Sample a tree whose nodes are segments of tokens. Children continue their parent's segment.
 
-    A segment ends after `segment_tokens` tokens, at a `stop_strings` boundary, or with its row. Nodes do not wait for
-    each other, and the engine computes each token once. The tree depends on the seed alone.
+    A segment ends after `segment_tokens` tokens, at one of the `stop_strings`, or when its row ends. Nodes do not wait
+    for each other, and the engine computes each token once. The tree depends only on the seed.
 
     Parameters
     ----------
@@ -220,8 +220,8 @@ def sample_tree(
     prompt : list of int
     branching : list of int, or callable
         Numbers of children of the prompt, of its children, and so on. A callable gets the depth of a node (0: the
-        prompt) and the log-probabilities of its tokens, so that it can branch where they are low, and returns the
-        number, 0 for a leaf. It sees what precedes the children alone, so that gradients stay unbiased.
+        prompt) and the log-probabilities of its tokens, for example to branch where they are low. It returns the number
+        of children, 0 for a leaf. It sees only tokens before the children, so gradients stay unbiased.
     segment_tokens : int
         Maximum number of tokens of a segment.
     max_depth : int

@@ -28,12 +28,12 @@ class LeastRecentlyUsed(EvictionPolicy):
 
 @runtime_checkable
 class SchedulingPolicy(Protocol):
-    """Eviction policy that also says which requests run first."""
+    """Eviction policy that also decides which requests run first."""
 
     @abstractmethod
     def contribution(self, request: Any) -> float:
-        """Return what a request contributes, between 0 and 1.
+        """Return the contribution of a request, between 0 and 1.
 
-        Among requests of a submitter with equal priority, those that contribute more are admitted first and preempted
-        last. `request.hints` names the agent.
+        Among a submitter's requests of equal priority, requests with a higher contribution are admitted first and
+        preempted last. `request.hints` names the agent.
         """

@@ -197,12 +197,13 @@ def _normalized(values: Collection[float]) -> list[float]:
 
 
 class ContributionPolicy(RequestObserver, EvictionPolicy, SchedulingPolicy):
-    """Evict the prefix of the lowest contribution: the scores of its users times their expected reuse.
+    """Evict the prefix with the lowest contribution: the scores of its users times their expected reuse.
 
-    The paper evicts prefixes of the agent with the lowest score. But a score is one number for everything that an agent
-    has computed, and an important agent also leaves prefixes that it never uses again, such as turns before a summary.
-    Here, a user's score counts `(1 - 0.5 ** uses) * 0.5 ** age`, where `age` are its requests since its last use of the
-    prefix. An agent that is silent for long counts less. Among equals, the least recently used prefix is evicted.
+    The paper evicts prefixes of the agent with the lowest score. But an agent has one score for everything that it has
+    computed, and even an important agent leaves prefixes that it never uses again, such as turns before a summary.
+    Here, the score of each user of a prefix is multiplied by `(1 - 0.5 ** uses) * 0.5 ** age`, where `age` is the
+    number of its requests since its last use of the prefix. An agent that is silent for a long time counts less. Among
+    equals, the least recently used prefix is evicted.
 
     Scores also decide which requests of a submitter run first, see `SchedulingPolicy`.
     Requests without hints belong to an agent with an empty name.
