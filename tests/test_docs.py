@@ -259,7 +259,23 @@ def test_figures_in_running_text_summarize_reports(path: str, value: str) -> Non
     assert script("figures").figure_in_text("2026-11-22-h200-attention", path) == value
 
 
-CHECKED = ("agents_cache.md", "benchmarks.md", "cpu.md", "grpo.md", "papers.md")
+CHECKED = (
+    "agents_cache.md",
+    "benchmarks.md",
+    "block_attention.md",
+    "cpu.md",
+    "engine.md",
+    "exactness.md",
+    "grpo.md",
+    "migration.md",
+    "modes/hogwild.md",
+    "modes/resample.md",
+    "papers.md",
+    "performance.md",
+    "rl_on_trees.md",
+    "serve.md",
+    "your_model.md",
+)
 """Pages all of whose figures are bound to a report, or say when they were measured."""
 MEASURED = re.compile(r"[\d.,]*\d(?: (?:ms|us|s|seconds|MB|GB|times)\b|%)")
 SOURCE = re.compile(r"20\d\d-\d\d-\d\d-|[A-Z][a-z]+ \d+,\s20\d\d|\bpapers?\b|\btarget|computed")
