@@ -46,7 +46,7 @@ class Returned(NamedTuple):
 
 @dataclass(frozen=True)
 class CallDialect:
-    r"""Format in which a path is a call: it reads a prompt of its own, and returns text.
+    r"""Format in which a path is a call: it reads its own prompt, and returns text.
 
     `{number}` in a tag is the number of a path, which the model writes. Raises `ValueError` for tags that are empty or
     do not fit together.
@@ -57,7 +57,7 @@ class CallDialect:
         Tags that open and close a call, such as `<FORK-{number}>` and `</FORK-{number}>`. The text between them is the
         message to the path. Without `{number}`, paths are numbered in order.
     wait : str
-        Tag at which the text waits for what a path returns, such as `<JOIN-{number}>`. Until then, both are written at
+        Tag at which the text waits for a path to return, such as `<JOIN-{number}>`. Until then, both are generated at
         the same time. Default: the text waits at the call, for all of its paths.
     separator : str
         Text between the messages of a call, each of which begins a path. Default: a call has one message.

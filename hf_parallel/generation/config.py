@@ -178,28 +178,28 @@ class ModeRun(Protocol):
 
 @dataclass
 class ParallelConfig(Settings, Generic[OutputT]):
-    """Settings that every mode has. A mode with an output of its own derives from `ParallelConfig[ItsOutput]`.
+    """Settings that every mode has. A mode with its own output class derives from `ParallelConfig[ItsOutput]`.
 
     Parameters
     ----------
     seed : int or list of int, optional
-        Source of each row's randomness. An int gives every row an RNG of its own, keyed by the int and the row's
-        index, so that a row's tokens depend neither on its batch nor on the kind of device. A list gives one seed per
-        row. Default: PyTorch's global generator, used as `generate` uses it.
+        Seed of sampling. An int gives every row its own random numbers, keyed by the int and the row's index, so a
+        row's tokens depend neither on its batch nor on the kind of device. A list has one seed per row. Default:
+        PyTorch's global generator, as in `generate`.
     cuda_graph : bool
-        Whether decode steps on a GPU are captured as CUDA graphs. Costs memory, saves the time between kernels.
+        Whether decode steps on a GPU are captured as CUDA graphs. This costs memory and saves the time between kernels.
     compile : bool, optional
         Whether decode steps run decoder layers compiled by `torch.compile`, which fuses their small kernels. The first
-        call that does takes several seconds more. Logits differ in rounding. Default: on a GPU, if this and earlier
-        calls have so many steps that it is likely to save time. A model that cannot be compiled runs uncompiled, and
-        the reason is logged.
+        such call takes several seconds longer. Logits differ in rounding. Default: on a GPU, if this and earlier calls
+        have enough steps for compilation to be likely to save time. A model that cannot be compiled runs uncompiled,
+        and the reason is logged.
     cache_dtype : str, optional
-        "int8" or "fp8": dtype in which completed blocks of keys and values are stored, such as prompts. They take about
-        a half of the bytes of half precision; tokens can differ (docs/performance.md). Default: the model's dtype. A
-        cache, and an engine, has one for all its calls.
+        "int8" or "fp8": dtype in which completed KV-cache blocks, such as prompts, are stored. They take about half the
+        bytes of half precision; tokens can differ (docs/performance.md). Default: the model's dtype. A cache or an
+        engine has one dtype for all of its calls.
     preset : str, optional
-        Name of defaults for the other settings and for those of `generate`, such as "paper" for the prompts and
-        settings of the mode's paper (docs/modes/index.md). Default: the preset with which the model is marked, if any.
+        Name of a set of defaults for the other settings and for `generate`'s, such as "paper" for the prompts and
+        settings of the mode's paper (docs/modes/index.md). Default: the preset stored with the model, if any.
     """
 
     mode: ClassVar[str] = ""

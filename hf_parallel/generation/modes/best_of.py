@@ -30,7 +30,7 @@ PRUNED = "pruned"
 
 @dataclass
 class BestOfConfig(ParallelConfig["BestOfOutput"]):
-    """Several completions of each prompt, of which the `num_return_sequences` best are returned, best first.
+    """Several completions of each prompt. The `num_return_sequences` best are returned, best first.
 
     Parameters
     ----------

@@ -136,14 +136,14 @@ class ForkJoinConfig(BranchSettings[ForkJoinOutput]):
         read as a fork or forced; then `opening` follows. If the prompt ends with it, there is no thinking. A regular
         expression ends the thinking with the first token after which it matches. Default: answers have no thinking.
     thinking_max_new_tokens : int, optional
-        Maximum number of tokens of the thinking, which count in `max_new_tokens`, too. Then `after`, a text, is
-        inserted. Default: any number.
+        Maximum number of thinking tokens, which also count toward `max_new_tokens`. After them, the text `after` is
+        inserted. Default: no limit.
     opening : str
         First text of every answer, for models that do not open a fork. If it contains one, its paths start at once.
     force : bool
         Whether every answer begins, after `opening`, with a fork of `paths` paths. The model writes the title of each,
         at most 24 tokens; the tags are inserted. For models that are not trained to fork. In `pdos`, blocks that the
-        model opens later have `paths` parts, too.
+        model opens later also have `paths` parts.
     paths : int
         Number of paths of a forced fork, and of forks in dialects without an outline, such as `parallel_r1`.
     path_max_new_tokens : int, optional

@@ -16,7 +16,7 @@ class ResampleConfig(SharedPrefixConfig):
 
     The logits that the model computes are kept in `logits_cache`, which the caller keeps from call to call. A sample
     replays cached logits until it leaves the cached contexts; then its tokens are prefilled and decoding continues.
-    Pass a `SharedPrefixCache` as `past_key_values` too, and tokens whose keys it holds are not computed again.
+    With a `SharedPrefixCache` as `past_key_values`, tokens whose keys it holds are not recomputed.
 
     Parameters
     ----------

@@ -31,7 +31,7 @@ from hf_parallel.generation.validation import check_bool, check_int
 
 @dataclass
 class SharedPrefixConfig(ReplayConfig[ParallelOutput]):
-    """Completions whose prompts share prefixes, which are found in `input_ids`. The output equals that of `generate`.
+    """Completions whose prompts share prefixes, found in `input_ids`. The output equals `generate`'s.
 
     Parameters
     ----------

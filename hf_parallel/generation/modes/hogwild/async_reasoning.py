@@ -20,7 +20,7 @@ class AsyncReasoningConfig(HogwildConfig):
     the answer. They share keys and values, rotated to the positions of each. The writer starts when the model says that
     the thoughts suffice, and pauses after each paragraph. The call ends with the answer. `max_new_tokens` limits each.
 
-    Settings are those of `HogwildConfig`, with other defaults. Source: Asynchronous Reasoning, arXiv 2512.10931.
+    Settings as in `HogwildConfig`, with other defaults. Source: Asynchronous Reasoning, arXiv 2512.10931.
     """
 
     mode: ClassVar[str] = "async_reasoning"

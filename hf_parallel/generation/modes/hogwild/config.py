@@ -83,8 +83,8 @@ class HogwildConfig(HogwildSettings):
         Beginning of every step; may contain `{name}` and `{step}`.
     step_move : str
         `rotate`: the keys of a finished step are rotated to its place in the history. `reencode`: its tokens are
-        computed again there, without the others' unfinished steps that they had seen (the ablation of appendix E.1).
-        `reencode` raises where no step moves: in the `contiguous` layout, and with a `control_prompt`.
+        recomputed there, without the other workers' unfinished steps (the ablation of appendix E.1). `reencode` raises
+        an error if no step moves: in the `contiguous` layout, and with a `control_prompt`.
     openings : list of str, optional
         First words of each worker, after the prefix of its first step. Empty: none.
     separator : str

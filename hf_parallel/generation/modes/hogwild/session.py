@@ -222,11 +222,11 @@ class HogwildSession:
             An element of `history`, or its index.
         keys : str
             Keys and values of the text that follows: the later steps of the history, and the unfinished steps of all
-            workers. `reencode`: they are computed again, as if the step had never been written. A later step is then
-            computed after the history before it alone, as with `step_move="reencode"`; unfinished steps see what they
-            saw of each other. `keep`: they stay as they were, rotated to their new positions, so that they may still
-            know what the step said; this costs no forward pass. Where steps do not move into a history, the text that
-            follows is all that was written from the forward pass of the step's first token on.
+            workers. `reencode`: they are recomputed, as if the step had never been written. A later step is then
+            computed only after the history before it, as with `step_move="reencode"`; unfinished steps attend to the
+            same tokens of each other as before. `keep`: they are only rotated to their new positions, so they may still
+            reflect the step; this costs no forward pass. If steps do not move into a history, the text that follows is
+            all text written since the forward pass of the step's first token.
 
         Raises
         ------

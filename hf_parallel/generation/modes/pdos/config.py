@@ -106,8 +106,8 @@ class PDOSConfig(BlockFormat, BranchSettings[PDOSOutput]):
         read as a block or forced; then `opening` follows. If the prompt ends with it, there is no thinking. A regular
         expression ends the thinking with the first token after which it matches. Default: answers have no thinking.
     thinking_max_new_tokens : int, optional
-        Maximum number of tokens of the thinking, which count in `max_new_tokens`, too. Then `after`, a text, is
-        inserted. Default: any number.
+        Maximum number of thinking tokens, which also count toward `max_new_tokens`. After them, the text `after` is
+        inserted. Default: no limit.
     opening : str
         First text of every answer, such as `"I check each of them.\n####"`, for models that do not open a block. Counts
         as part of the answer. If it contains a whole block, its branches start at once.

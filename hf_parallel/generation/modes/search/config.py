@@ -48,7 +48,7 @@ class SearchConfig(SearchSettings):
         Function from a `Candidate` to a number, the larger the better, or its name `"module:function"`, instead of
         `score`. It is not stored, and generation configs and servers cannot set it.
     scorer_model : PreTrainedModel or RewardModel, optional
-        Reward model instead of `score`, see `RewardModel`. It reads the candidates over a shared prefix of its own. It
+        Reward model instead of `score`, see `RewardModel`. It shares the prefix of the candidates in its own cache. It
         is not stored, and generation configs and servers cannot set it.
     stop_on : str, optional
         `consensus`: at each selection, ask every candidate for its final answer, and end the search of a prompt once
