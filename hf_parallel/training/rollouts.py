@@ -14,7 +14,7 @@ from trl import GRPOTrainer
 from trl.models import unwrap_model_for_generation
 
 from hf_parallel.engine import Engine
-from hf_parallel.generation.config import make_config
+from hf_parallel.generation.config import ParallelConfig, make_config
 from hf_parallel.generation.outputs import ParallelOutput
 from hf_parallel.generation.pass_streamer import PassStreamer
 from hf_parallel.generation.prompts import Chat, encode_task
@@ -81,38 +81,46 @@ def make_rollout_func(
         for prompt in prompts:
             task = encode_task(config, prompt, tokenizer, chat_template_kwargs)
             prompt_ids.append(task["input_ids"][0].tolist())
-        bar = progress_bar(
-            total=trainer.generation_config.max_new_tokens,
-            what=f"Rollout of {len(prompt_ids)} prompts",
-            unit="passes",
-            is_hidden=not trainer.accelerator.is_main_process,
-        )
-        with _generating(trainer) as generate, bar:
-            inputs = _inputs(prompt_ids, tokenizer)
-            output = generate(**inputs, parallel_config=config, tokenizer=tokenizer, streamer=PassStreamer(bar.update))
-        whole = ParallelExample.from_output(output)
-        _, log_probs = output.record.sampled_log_probs(processed=True)  # as TRL has vLLM return them
-        prompts_of_targets = [output.record.place(row)[0] for row in whole.target_rows.tolist()]
-        prompt_of = np.array(prompts_of_targets)
-        examples: list[ParallelExample] = []
-        completion_ids = []
-        completion_log_probs = []
-        for index in range(len(prompt_ids)):
-            of_prompt = prompt_of == index
-            example = whole.of_rows(whole.target_rows[of_prompt])
-            examples.append(example)
-            completion_ids.append(example.target_ids.tolist())
-            completion_log_probs.append(log_probs[of_prompt].tolist())
+        output = _run_mode(trainer, config, prompt_ids)
+        examples, log_probs = _runs_of(output, len(prompt_ids))
         return {
             "prompt_ids": prompt_ids,
-            "completion_ids": completion_ids,
-            "logprobs": completion_log_probs,
+            "completion_ids": [example.target_ids.tolist() for example in examples],
+            "logprobs": log_probs,
             PASSES: _passes(output.record, len(prompt_ids)),
             EXAMPLES: examples,
             TEXTS: _texts(output, tokenizer),
         }
 
     return rollout
+
+
+def _run_mode(trainer: Any, config: ParallelConfig, prompt_ids: Sequence[Sequence[int]]) -> ParallelOutput:
+    """Return the output of a call of a mode for several prompts, which shows a progress bar meanwhile."""
+    tokenizer = trainer.processing_class
+    bar = progress_bar(
+        total=trainer.generation_config.max_new_tokens,
+        what=f"Rollout of {len(prompt_ids)} prompts",
+        unit="passes",
+        is_hidden=not trainer.accelerator.is_main_process,
+    )
+    with _generating(trainer) as generate, bar:
+        inputs = _inputs(prompt_ids, tokenizer)
+        return generate(**inputs, parallel_config=config, tokenizer=tokenizer, streamer=PassStreamer(bar.update))
+
+
+def _runs_of(output: ParallelOutput, num_prompts: int) -> tuple[list[ParallelExample], list[list[float]]]:
+    """Return the layout of the run of each prompt, and the log-probabilities of its targets as they were sampled."""
+    whole = ParallelExample.from_output(output)
+    _, log_probs = output.record.sampled_log_probs(processed=True)  # as TRL has vLLM return them
+    prompts_of_targets = np.array([output.record.place(row)[0] for row in whole.target_rows.tolist()])
+    examples = []
+    log_probs_of_runs = []
+    for index in range(num_prompts):
+        of_prompt = prompts_of_targets == index
+        examples.append(whole.of_rows(whole.target_rows[of_prompt]))
+        log_probs_of_runs.append(log_probs[of_prompt].tolist())
+    return examples, log_probs_of_runs
 
 
 def sample_rows(trainer: Any, prompt_ids: Sequence[Sequence[int]]) -> tuple[list[list[int]], list[list[float]]]:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from grpo_trainers import first_batch, grpo_arguments
 from tool_tokenizer import make_tool_model, make_tool_tokenizer
 
 import hf_parallel
@@ -56,46 +57,27 @@ def make_trainer(tmp_path: Any, template: str | None = None, run: Any = ask, **g
     tokenizer = make_tool_tokenizer()
     tokenizer.chat_template = template or tokenizer.chat_template
     settings = {
-        "output_dir": str(tmp_path),
         "per_device_train_batch_size": 8,
         "num_generations": 4,
         "max_completion_length": 32,
-        "max_steps": 1,
-        "gradient_checkpointing": False,
-        "save_strategy": "no",
-        "report_to": [],
-        "bf16": False,
-        "use_cpu": True,
-        "seed": 1,
-        "disable_tqdm": True,
         "generation_kwargs": {"generation_mode": "shared_prefix"},
+        "reward_funcs": reward,
+        "rollout_func": make_agent_rollout_func(run),
     }
     prompts = [[{"role": "user", "content": text}] for text in ("what", "why not")]
-    of_trainer = {name: given.pop(name) for name in ("sampled_log_probs",) if name in given}
     trainer = SharedPrefixGRPOTrainer(
         model=hf_parallel.enable(given.pop("model", None) or make_tool_model(TOKENIZER).double()),
-        args=trl.GRPOConfig(**settings | given),
         train_dataset=datasets.Dataset.from_dict({"prompt": prompts}),
         processing_class=tokenizer,
-        reward_funcs=reward,
-        rollout_func=make_agent_rollout_func(run),
-        **of_trainer,
+        **grpo_arguments(tmp_path, trl.GRPOConfig, **settings | given),
     )
     return trainer, received
-
-
-def batch_of(trainer: Any) -> dict[str, Any]:
-    return trainer._prepare_inputs(next_batch(trainer))  # type: ignore[no-any-return]
-
-
-def next_batch(trainer: Any) -> Any:
-    return [*trainer.get_train_dataloader()][0]
 
 
 def test_loss_and_gradients_are_those_of_all_requests(tmp_path: Any) -> None:
     """Each computed as a row of its own; in the tree, every node is computed once."""
     trainer, values = make_trainer(tmp_path)
-    inputs = batch_of(trainer)
+    inputs = first_batch(trainer)
     rows = inputs["parallel_requests"]
     assert [len(row) for row in rows] == [6] * 8
     assert {value["length"] for value in values} == {5}
@@ -130,7 +112,7 @@ def test_loss_and_gradients_are_those_of_all_requests(tmp_path: Any) -> None:
 def test_later_requests_begin_with_the_tokens_that_were_sampled(template: str | None, tmp_path: Any) -> None:
     """Where the template rewrites an answer, the request leaves the tree there."""
     trainer, _ = make_trainer(tmp_path, template, generation_kwargs=TEXT_ONLY)
-    for row in batch_of(trainer)["parallel_requests"]:
+    for row in first_batch(trainer)["parallel_requests"]:
         (again,) = (r for r in row if TOKENIZER.decode(r.prompt).count("<assistant>") == 2)
         first = [r.prompt + r.completion for r in row if again.prompt[: len(r.prompt)] == r.prompt and r is not again]
         assert len(first) == 2, "the drafts"
@@ -141,7 +123,7 @@ def test_first_ratios_of_agents_are_exactly_one(tmp_path: Any) -> None:
     trainer, _ = make_trainer(
         tmp_path, model=make_tool_model(TOKENIZER), sampled_log_probs=True, num_iterations=2, temperature=0.8, top_k=30
     )
-    inputs = batch_of(trainer)
+    inputs = first_batch(trainer)
     trainer._requests = inputs["parallel_requests"]
     ids = torch.cat((inputs["prompt_ids"], inputs["completion_ids"]), 1)
     mask = torch.cat((inputs["prompt_mask"], inputs["completion_mask"]), 1)

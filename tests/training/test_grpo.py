@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import tiny
 import torch
+from grpo_trainers import first_batch, grpo_arguments
 from tiny_tokenizer import make_tokenizer
 from transformers import AutoModelForCausalLM
 
@@ -26,7 +27,6 @@ from hf_parallel.training import SharedPrefixGRPOTrainer, make_rollout_func  # n
 pytestmark = [pytest.mark.filterwarnings("ignore")]
 
 SHARED = {"generation_mode": "shared_prefix"}
-OF_TRAINER = "peft_config", "rollout_func", "reward_funcs", "sampled_log_probs"
 PROMPTS = ["say it now", "please", "say more, and then more"]
 ENDS = [tiny.EOS, *range(100, 116)]
 """End-of-sequence tokens, words of the tokenizer: so many that completions have different lengths."""
@@ -57,32 +57,12 @@ def reward(completions: list[str], **columns: Any) -> list[float]:
 def make_trainer(cls: Any, checkpoint: Path, *, enable: bool = True, config: Any = trl.GRPOConfig, **given: Any) -> Any:
     """Return a trainer of the tiny model; `given` are arguments of the trainer or its config."""
     model = given.pop("model", None) or AutoModelForCausalLM.from_pretrained(checkpoint)
-    tokenizer = make_tokenizer()
-    of_trainer = {name: given.pop(name) for name in OF_TRAINER if name in given}
-    settings = {
-        "output_dir": str(checkpoint / "out"),
-        "per_device_train_batch_size": 8,
-        "num_generations": 4,
-        "max_completion_length": 8,
-        "max_steps": 3,
-        "optim": "sgd",  # Adam would turn rounding errors of small gradients into steps
-        "learning_rate": 0.01,
-        "gradient_checkpointing": False,
-        "logging_steps": 1,
-        "save_strategy": "no",
-        "report_to": [],
-        "bf16": False,
-        "use_cpu": True,
-        "seed": 1,
-        "disable_tqdm": True,
-        **given,
-    }
+    settings = {"per_device_train_batch_size": 8, "num_generations": 4, "max_completion_length": 8, "max_steps": 3}
     return cls(
         model=hf_parallel.enable(model) if enable else model,
-        args=config(**settings),
         train_dataset=datasets.Dataset.from_dict({"prompt": PROMPTS * 2}),
-        processing_class=tokenizer,
-        **{"reward_funcs": reward, **of_trainer},
+        processing_class=make_tokenizer(),
+        **{"reward_funcs": reward, **grpo_arguments(checkpoint, config, **settings | given)},
     )
 
 
@@ -139,7 +119,7 @@ def test_several_prompts_of_a_micro_batch_are_rows_and_each_is_computed_once(che
     trainer.model.model.embed_tokens.register_forward_hook(
         lambda module, args, output: given.append(args[0]) if args[0].shape[1] > 1 else None
     )
-    inputs = trainer._prepare_inputs(next(iter(trainer.get_train_dataloader())))
+    inputs = first_batch(trainer)
     given.clear()
     trainer.compute_loss(trainer.model, inputs)
     (ids,) = given
@@ -184,7 +164,7 @@ def rollouts(mode: str, checkpoint: Path, **given: Any) -> tuple[Any, dict[str, 
         rollout_func=make_rollout_func("fork_join" if mode == "calls" else mode, **RUNS[mode]),
         **{"max_completion_length": 60, "num_generations": 2, "per_device_train_batch_size": 4, **given},
     )
-    return trainer, trainer._prepare_inputs(next(iter(trainer.get_train_dataloader())))
+    return trainer, first_batch(trainer)
 
 
 @pytest.mark.parametrize("mode", RUNS)

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from grpo_trainers import first_batch, grpo_arguments
 from tool_tokenizer import Written, make_tool_model, make_tool_tokenizer, script_of
 
 import hf_parallel
@@ -89,14 +90,10 @@ class Rollouts:
         prompts: Sequence[str] = ("go",),
         columns: dict[str, list[Any]] | None = None,
         model: Any = None,
-        rewards: Any = None,
         **given: Any,
     ) -> None:
         self.completions: list[list[dict[str, Any]]] = []
         self.ids: list[list[int]] = []
-        of_trainer = {
-            name: given.pop(name) for name in ("tools", "environment_factory", "sampled_log_probs") if name in given
-        }
         model = model or make_tool_model(TOKENIZER)
         if cls is SharedPrefixGRPOTrainer:
             hf_parallel.enable(model)
@@ -119,32 +116,18 @@ class Rollouts:
             return [float(len(str(completion)) % 7) for completion in completions]
 
         settings = {
-            "output_dir": str(folder),
             "per_device_train_batch_size": 2,
             "num_generations": 2,
             "max_completion_length": 200,
-            "max_steps": 1,
-            "optim": "sgd",
-            "learning_rate": 0.01,
-            "gradient_checkpointing": False,
-            "logging_steps": 1,
-            "save_strategy": "no",
-            "report_to": [],
-            "bf16": False,
-            "use_cpu": True,
-            "seed": 1,
-            "disable_tqdm": True,
             "shuffle_dataset": False,
-            **given,
+            "reward_funcs": reward,
         }
         data = {"prompt": [[{"role": "user", "content": prompt}] for prompt in prompts], **(columns or {})}
         self.trainer = cls(
             model=model,
-            args=trl.GRPOConfig(**settings),
             train_dataset=datasets.Dataset.from_dict(data),
             processing_class=make_tool_tokenizer(),
-            reward_funcs=reward if rewards is None else rewards,
-            **of_trainer,
+            **grpo_arguments(folder, trl.GRPOConfig, **settings | given),
         )
 
     @property
@@ -430,11 +413,6 @@ def crowd(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> Rollouts:
     )
 
 
-def batch_of(trainer: Any) -> dict[str, Any]:
-    """Return the first batch of the loss."""
-    return trainer._prepare_inputs(next(iter(trainer.get_train_dataloader())))  # type: ignore[no-any-return]
-
-
 def rows_of(inputs: dict[str, Any]) -> list[tuple[list[int], list[int], list[int]]]:
     """Return the prompt, completion and mask of sampled tokens of each row of a batch."""
     rows = []
@@ -456,7 +434,7 @@ def test_tokens_are_those_that_were_sampled(crowd: Rollouts, monkeypatch: pytest
         return request
 
     monkeypatch.setattr(Engine, "prepare", recorded)
-    rows = rows_of(batch_of(crowd.trainer))
+    rows = rows_of(first_batch(crowd.trainer))
     assert len({len(completion) for _, completion, _ in rows}) > 8
     turns = Counter((*prompt, *handle.row_tokens(0)) for prompt, handle in handles)
     assert turns.total() == 32 * 3
@@ -478,7 +456,7 @@ def test_tokens_are_those_that_were_sampled(crowd: Rollouts, monkeypatch: pytest
 
 def test_loss_and_gradients_are_those_of_separate_rows(crowd: Rollouts) -> None:
     """Tokens of tools have no part in the loss."""
-    inputs = batch_of(crowd.trainer)
+    inputs = first_batch(crowd.trainer)
     model = crowd.trainer.model
     loss = crowd.trainer.compute_loss(model, inputs)
     loss.backward()
@@ -510,7 +488,7 @@ def count_tokens(model: Any) -> list[int]:
 def test_a_turn_computes_only_what_is_new(crowd: Rollouts, monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
     """Each token of the tree once; TRL computes all of a conversation in each of its turns."""
     counts = count_tokens(crowd.trainer.model)
-    rows = rows_of(batch_of(crowd.trainer))
+    rows = rows_of(first_batch(crowd.trainer))
     prompts = {tuple(prompt) for prompt, _, _ in rows}
     new = sum(map(len, prompts)) + sum(len(completion) - 1 for _, completion, _ in rows)
     computed = sum(counts)
@@ -553,7 +531,7 @@ def test_a_turn_computes_only_what_is_new(crowd: Rollouts, monkeypatch: pytest.M
 
     monkeypatch.setattr(replayed.trainer, "_generate_single_turn", turn)
     counts = count_tokens(replayed.trainer.model)
-    same = rows_of(batch_of(replayed.trainer))
+    same = rows_of(first_batch(replayed.trainer))
     assert Counter(str(row) for row in same) == Counter(str(row) for row in rows)
     assert sum(counts) > 2.5 * computed
 
@@ -630,7 +608,7 @@ def test_first_ratios_of_conversations_are_exactly_one(monkeypatch: pytest.Monke
         return result
 
     monkeypatch.setattr(trainer, "_get_per_token_logps_and_entropies", recorded)
-    inputs = batch_of(trainer)
+    inputs = first_batch(trainer)
     assert not passes or not passes[0].any(), "no pass computes old log-probabilities"
     passes.clear()
     trainer.compute_loss(trainer.model, inputs)
