@@ -7,6 +7,7 @@ have the same class and settings, and no other state beside the weight.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache, lru_cache, partial
@@ -172,13 +173,10 @@ class _Norm(torch.autograd.Function):
 
 
 def _with_weight(module: nn.Module, plain: Forward, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Call the module's own `forward` with another weight."""
-    before = module._parameters["weight"]
-    module._parameters["weight"] = weight  # type: ignore[assignment]
-    try:
-        return plain(module, x)
-    finally:
-        module._parameters["weight"] = before
+    """Call the module's own `forward` with another weight, which other threads that compute the module do not see."""
+    other = copy.copy(module)
+    vars(other)["_parameters"] = {"weight": weight}
+    return plain(other, x)
 
 
 # Activations
