@@ -15,5 +15,6 @@ from hf_parallel.training.rollout_tree import sample_tree as sample_tree
 from hf_parallel.training.rollout_tree import tree_loss as tree_loss
 from hf_parallel.training.rollouts import make_rollout_func as make_rollout_func
 from hf_parallel.training.tree import tree_logprobs as tree_logprobs
+from hf_parallel.training.tree_rollouts import make_tree_rollout_func as make_tree_rollout_func
 
 __all__: list[str]

@@ -45,7 +45,8 @@ from hf_parallel.training.example import ParallelExample
 from hf_parallel.training.images import OF_TOKENS, read_prompts
 from hf_parallel.training.rollouts import EXAMPLES, REQUESTS, TEXTS, hold_conversations, sample_rows
 from hf_parallel.training.states import states_branched
-from hf_parallel.training.tree import Targets, computing_targets, tree_batch
+from hf_parallel.training.tree import Targets, computing_targets, distinct_targets, tree_batch
+from hf_parallel.training.tree_rollouts import TREES, TreeRollouts, TreeRows
 
 Rows: TypeAlias = Sequence[tuple[tuple[int, ...], list[int]]]
 """Prompts and completions."""
@@ -143,6 +144,7 @@ class SharedPrefixLossMixin:
                     for row, of_row, mask in zip(targets, sampled[chosen], masks[chosen], strict=True)
                 ]
             inner = self._inner(model)
+            targets, indices = distinct_targets(targets)
             ids = [token for row in targets for token in row.ids]
             labels = torch.tensor([ids], device=input_ids.device)
             with self.accelerator.autocast(), states_branched(inner, trees), computing_targets(inner, targets):
@@ -155,9 +157,10 @@ class SharedPrefixLossMixin:
                     output = model(**batch, shift_labels=labels, fused_lm_head=True)  # TRL's, which stores no logits
                     of_targets = output.log_probs[0]
                     entropy = output.entropy[0] if compute_entropy else of_targets.new_empty(0)
-            log_probs.append(of_targets)
+            index = torch.tensor(indices, dtype=torch.int64, device=input_ids.device)
+            log_probs.append(of_targets[index])
             if compute_entropy:
-                entropies.append(entropy)
+                entropies.append(entropy[index])
         sampled = sampled.to(input_ids.device)
         padded_entropies = _scattered(entropies, sampled) if compute_entropy else None
         return _scattered(log_probs, sampled), padded_entropies, None
@@ -232,7 +235,8 @@ class SharedPrefixGRPOTrainer(SharedPrefixLossMixin, GRPOTrainer):
     Losses and gradients equal those of `GRPOTrainer`. Rollouts also share the prompt if the model is enabled and
     `generation_kwargs={"generation_mode": "shared_prefix"}`. A model that is given by name is enabled automatically.
     With a `rollout_func` from `make_rollout_func`, completions are runs of other modes, and their log-probabilities are
-    computed from their layouts.
+    computed from their layouts. With one from `make_tree_rollout_func`, they are paths of trees, whose nodes have
+    advantages of their own.
 
     With this mode and `tools` or an `environment_factory`, an engine in this process holds the conversations of a
     batch. Each turn continues its conversation from the KV cache: only tool results are prefilled, and conversations do
@@ -271,6 +275,10 @@ class SharedPrefixGRPOTrainer(SharedPrefixLossMixin, GRPOTrainer):
         self._conversations: list[Conversation] = []  # of the batch that is generated
         self._examples: list[ParallelExample] | None = None  # layouts of the rows that are computed next
         self._requests: list[list[SampledRequest]] | None = None  # or their requests
+        self._trees: list[TreeRows] | None = None  # whose rows are scored next
+        self._rewards: torch.Tensor | None = None  # of these rows, [rows, functions]
+        if isinstance(self.rollout_func, TreeRollouts):
+            self.rollout_func.check(self)
 
     def _check_sampled(self, has_rollouts: bool) -> None:
         """Raise `ValueError` if the log-probabilities of sampling are wanted, but not known or not reproducible."""
@@ -327,6 +335,7 @@ class SharedPrefixGRPOTrainer(SharedPrefixLossMixin, GRPOTrainer):
         fields = outputs[5]
         self._examples = fields.pop(EXAMPLES, None)
         self._requests = fields.pop(REQUESTS, None)
+        self._trees = fields.pop(TREES, None)
         if TEXTS in fields:  # TRL has decoded the tokens of all rows in the order of sampling
             texts = fields.pop(TEXTS)
             completions = outputs[3]
@@ -343,6 +352,9 @@ class SharedPrefixGRPOTrainer(SharedPrefixLossMixin, GRPOTrainer):
         finally:
             self._skips_pass = False
             self._tool_mask = None
+        if self._trees is not None:
+            output["advantages"] = self._advantages_of_tokens(self._trees, output["completion_ids"])
+            self._trees = None
         if self._takes_sampled:
             output["old_per_token_logps"] = output["sampling_per_token_logps"]
         # These are shuffled and split with the tensors.
@@ -351,6 +363,24 @@ class SharedPrefixGRPOTrainer(SharedPrefixLossMixin, GRPOTrainer):
         if self._requests is not None:
             output[REQUESTS] = self._requests
         return output
+
+    def _calculate_rewards(self, inputs: list[Arguments], *args: Any) -> torch.Tensor:
+        rewards: torch.Tensor = super()._calculate_rewards(inputs, *args)
+        first = self.accelerator.process_index * len(inputs)
+        self._rewards = rewards[first : first + len(inputs)]
+        return rewards
+
+    def _advantages_of_tokens(self, trees: Sequence[TreeRows], completion_ids: torch.Tensor) -> torch.Tensor:
+        """Return the advantages of tokens that trees give their rows, in the shape of the completions."""
+        assert self._rewards is not None
+        weighted = self._rewards * self.reward_weights.to(self._rewards.device)
+        rewards = weighted.nansum(1).masked_fill(self._rewards.isnan().all(1), torch.nan)
+        advantages = self._rewards.new_zeros(completion_ids.shape)
+        of_trees = rewards.view(len(trees), -1).tolist()
+        of_rows = [row for tree, given in zip(trees, of_trees, strict=True) for row in tree.advantages(given)]
+        for index, row in enumerate(of_rows):
+            advantages[index, : len(row)] = torch.from_numpy(row)
+        return advantages
 
     def _computes_old_log_probs(self) -> bool:
         """Whether TRL computes old log-probabilities with its first pass over new completions."""

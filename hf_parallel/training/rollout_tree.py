@@ -8,7 +8,7 @@ depend on it: siblings of the node, or of one of its ancestors. None divides by 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -42,12 +42,15 @@ class RolloutTree:
         Tokens of each node.
     sampled : list of bool
         Whether the model sampled the tokens of a node. Other nodes have no siblings.
+    log_probs : list of list of float, optional
+        Log-probabilities of the tokens of each node under the sampled distribution.
     """
 
     prompt: list[int]
     parents: list[int]
     tokens: list[list[int]]
     sampled: list[bool]
+    log_probs: list[list[float]] | None = None
 
     def __post_init__(self) -> None:
         for node, parent in enumerate(self.parents):
@@ -88,6 +91,18 @@ class RolloutTree:
     def ids(self, node: int) -> list[int]:
         """Return the tokens from the first of the prompt to the last of a node; -1: the prompt."""
         return [*self.prompt, *(token for part in self.path(node) for token in self.tokens[part])]
+
+    def above(self, leaves: Iterable[int]) -> tuple[RolloutTree, list[int]]:
+        """Return the part of the tree from the prompt to some of its leaves, and the number here of each node there."""
+        nodes = sorted({node for leaf in leaves for node in self.path(leaf)})
+        number = {node: index for index, node in enumerate(nodes)}
+        part = RolloutTree(
+            self.prompt,
+            [number.get(self.parents[node], -1) for node in nodes],
+            [self.tokens[node] for node in nodes],
+            [self.sampled[node] for node in nodes],
+        )
+        return part, nodes
 
     @cached_property
     def weights(self) -> np.ndarray:
@@ -188,14 +203,144 @@ def tree_loss(
 
 
 @dataclass(eq=False)
-class _Growing:
-    """A node that is sampled."""
+class GrowingNode:
+    """A node that is sampled after its prompt."""
 
-    ids: list[int]  # of its prompt
+    prompt: list[int]
     depth: int
+    """Number of segments of its row, itself included."""
+    num_before: int
+    """Number of tokens that were sampled before it in its row."""
     seed: int
     tokens: list[int] = field(default_factory=list)
-    children: list[_Growing] = field(default_factory=list)
+    log_probs: list[float] = field(default_factory=list)
+    has_ended: bool = False
+    """Whether its row has ended, so that nothing continues it."""
+    children: list[GrowingNode] = field(default_factory=list)
+
+    def branch(self, number: int) -> list[GrowingNode]:
+        """Add a number of children, and return them."""
+        ids = [*self.prompt, *self.tokens]
+        num_before = self.num_before + len(self.tokens)
+        for index in range(number):
+            self.children.append(GrowingNode(ids, self.depth + 1, num_before, mix(self.seed, index)))
+        return self.children
+
+
+class GrowingTree:
+    """A tree that is sampled: says which nodes follow, each time that one has been sampled.
+
+    With `num_leaves`, the tree has that many leaves, or fewer if all its rows end early. All nodes of a level are
+    sampled before the next level begins. Then the nodes whose rows have not ended share the remaining leaves evenly: a
+    share limits the number of a node's children, and in the last level it is this number. So the numbers of children
+    depend on the tokens of earlier levels alone, and the estimators stay unbiased.
+
+    Parameters
+    ----------
+    prompt : list of int
+    branching : callable
+        See `sample_tree`.
+    max_depth : int
+        Number of levels.
+    seed : int
+    num_leaves : int, optional
+        None: nodes do not wait for each other, and `branching` alone decides.
+    """
+
+    def __init__(
+        self, prompt: Sequence[int], branching: Branching, max_depth: int, seed: int, num_leaves: int | None = None
+    ) -> None:
+        self.root = GrowingNode([*prompt], 0, 0, seed)
+        self._branching = branching
+        self._max_depth = max_depth
+        self._num_leaves = num_leaves
+        self._level = [self.root]
+        self._num_sampling = 1  # nodes of the level that are not sampled yet
+        self._num_ended = 0  # leaves of earlier levels
+
+    def begin(self) -> list[GrowingNode]:
+        """Return the first nodes. Raises `ValueError` if there is none."""
+        first = self.after(self.root)
+        if not first:
+            raise ValueError("branching must give the prompt at least one child")
+        return first
+
+    def after(self, node: GrowingNode) -> list[GrowingNode]:
+        """Return the nodes to be sampled next, now that a node has been."""
+        if self._num_leaves is None:
+            return node.branch(self._wanted(node))
+        self._num_sampling -= 1
+        if self._num_sampling:
+            return []
+        self._level = self._next_level(self._num_leaves)
+        self._num_sampling = len(self._level)
+        return [*self._level]
+
+    def _wanted(self, node: GrowingNode) -> int:
+        """Return how many children `branching` gives a node."""
+        if node.has_ended or node.depth == self._max_depth:
+            return 0
+        return self._branching(node.depth, node.log_probs)
+
+    def _next_level(self, num_leaves: int) -> list[GrowingNode]:
+        wanted = [self._wanted(node) for node in self._level]
+        num_parents = len(wanted) - wanted.count(0)
+        self._num_ended += wanted.count(0)
+        if not num_parents:
+            return []
+        share, num_larger = divmod(num_leaves - self._num_ended, num_parents)
+        level: list[GrowingNode] = []
+        parents = [(node, number) for node, number in zip(self._level, wanted, strict=True) if number]
+        for index, (node, number) in enumerate(parents):
+            most = share + (index < num_larger)
+            is_last = node.depth + 1 == self._max_depth
+            level += node.branch(most if is_last else min(number, most))
+        return level
+
+    def finish(self) -> RolloutTree:
+        """Return the tree, once no node is being sampled."""
+        parents: list[int] = []
+        nodes: list[GrowingNode] = []
+        stack = [(child, -1) for child in reversed(self.root.children)]
+        while stack:
+            node, parent = stack.pop()
+            stack += [(child, len(nodes)) for child in reversed(node.children)]
+            parents.append(parent)
+            nodes.append(node)
+        return RolloutTree(
+            prompt=self.root.prompt,
+            parents=parents,
+            tokens=[node.tokens for node in nodes],
+            sampled=[True] * len(nodes),
+            log_probs=[node.log_probs for node in nodes],
+        )
+
+
+def grow(
+    engine: Engine, trees: Sequence[GrowingTree], settings: Callable[[GrowingNode], Mapping[str, Any]]
+) -> list[RolloutTree]:
+    """Sample trees in an open engine, all at the same time. `settings` returns those of a node, for `Engine.submit`."""
+    waiting: dict[Future[None], tuple[GrowingTree, GrowingNode, RequestHandle]] = {}
+
+    def sample(nodes: Sequence[tuple[GrowingTree, GrowingNode]]) -> None:
+        requests = [engine.prepare(node.prompt, seed=node.seed, **settings(node)) for _, node in nodes]
+        for (tree, node), handle in zip(nodes, engine.submit_together(requests), strict=True):
+            waiting[handle.ended()] = tree, node, handle
+
+    sample([(tree, node) for tree in trees for node in tree.begin()])
+    for ended in as_they_end(waiting):
+        new: list[tuple[GrowingTree, GrowingNode]] = []
+        for tree, node, handle in ended:
+            node.tokens, node.log_probs = sampled_row(handle.result())
+            node.has_ended = node.tokens[-1] in handle.end_tokens
+            new += [(tree, child) for child in tree.after(node)]
+        sample(new)
+    return [tree.finish() for tree in trees]
+
+
+def of_widths(widths: Sequence[int]) -> Branching:
+    """Return the branching in which all nodes of a depth have equally many children."""
+    return lambda depth, log_probs: widths[depth]
 
 
 def sample_tree(
@@ -232,41 +377,9 @@ def sample_tree(
     """
     check_int("segment_tokens", segment_tokens, at_least=1)
     check_int("max_depth", max_depth, at_least=1)
-    settings = {"generation_mode": PLAIN_MODE, "do_sample": True, "max_new_tokens": segment_tokens, **settings}
-    if callable(branching):
-        count = branching
-    else:
-        widths = [*branching]
-        max_depth = min(max_depth, len(widths))
-
-        def count(depth: int, log_probs: Sequence[float]) -> int:
-            return widths[depth]
-
-    waiting: dict[Future[None], tuple[_Growing, RequestHandle]] = {}
-
-    def grow(node: _Growing, log_probs: Sequence[float]) -> None:
-        number = count(node.depth, log_probs) if node.depth < max_depth else 0
-        for index in range(number):
-            child = _Growing([*node.ids, *node.tokens], node.depth + 1, mix(node.seed, index))
-            node.children.append(child)
-            handle = engine.submit(child.ids, seed=child.seed, **settings)
-            waiting[handle.ended()] = child, handle
-
-    root = _Growing([*prompt], 0, seed)
-    grow(root, ())
-    if not root.children:
-        raise ValueError("branching must give the prompt at least one child")
-    for ended in as_they_end(waiting):
-        for node, handle in ended:
-            node.tokens, log_probs = sampled_row(handle.result())
-            if node.tokens[-1] not in handle.end_tokens:
-                grow(node, log_probs)
-    parents: list[int] = []
-    tokens: list[list[int]] = []
-    stack = [(child, -1) for child in reversed(root.children)]
-    while stack:
-        node, parent = stack.pop()
-        stack += [(child, len(parents)) for child in reversed(node.children)]
-        parents.append(parent)
-        tokens.append(node.tokens)
-    return RolloutTree([*prompt], parents, tokens, [True] * len(parents))
+    if not callable(branching):
+        max_depth = min(max_depth, len(branching))
+        branching = of_widths([*branching])
+    of_nodes = {"generation_mode": PLAIN_MODE, "do_sample": True, "max_new_tokens": segment_tokens, **settings}
+    (tree,) = grow(engine, [GrowingTree(prompt, branching, max_depth, seed)], lambda node: of_nodes)
+    return tree

@@ -32,6 +32,24 @@ class Targets(NamedTuple):
         return Targets(self.row, list(compress(self.queries, mask)), list(compress(self.ids, mask)))
 
 
+def distinct_targets(targets: Sequence[Targets]) -> tuple[list[Targets], list[int]]:
+    """Return targets without those that several completions share, and the index among them of each given one."""
+    number: dict[tuple[int, int, int], int] = {}  # by row, query and id
+    distinct: list[Targets] = []
+    indices: list[int] = []
+    for of_completion in targets:
+        new = Targets(of_completion.row, [], [])
+        for query, token in zip(of_completion.queries, of_completion.ids, strict=True):
+            target = of_completion.row, query, token
+            if target not in number:
+                number[target] = len(number)
+                new.queries.append(query)
+                new.ids.append(token)
+            indices.append(number[target])
+        distinct.append(new)
+    return distinct, indices
+
+
 def tree_logprobs(
     model: PreTrainedModel,
     prompt_ids: Any,

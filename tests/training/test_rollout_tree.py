@@ -14,8 +14,10 @@ from tool_tokenizer import make_tool_model, make_tool_tokenizer
 from hf_parallel.engine import Engine
 from hf_parallel.training.rollout_tree import (
     Estimator,
+    GrowingTree,
     RolloutTree,
     ancestor_advantages,
+    of_widths,
     outcome_advantages,
     sample_tree,
     sibling_advantages,
@@ -111,6 +113,58 @@ def test_baselines_that_see_the_node_are_biased() -> None:
         total = total + float(torch.stack(log_probs).sum().exp()) * (advantages * torch.stack(log_probs)).sum()
     (gradient,) = torch.autograd.grad(total, logits)
     torch.testing.assert_close(gradient, exact_gradient() * 2 / 3, rtol=1e-9, atol=1e-12)
+
+
+ENDED = {(1,): 2.5, (0, 1): -1.5}
+"""Rows that end early, with their rewards."""
+
+
+def sampled_trees(widths: Sequence[int], num_leaves: int) -> Iterator[RolloutTree]:
+    """Yield every tree of a number of leaves: nodes have one token, and rows may end early."""
+    stack: list[list[int]] = [[]]
+    while stack:
+        bits = stack.pop()
+        tree = GrowingTree([], of_widths(widths), len(widths), 0, num_leaves)
+        waiting = tree.begin()
+        for bit in bits:
+            node = waiting.pop(0)
+            node.tokens = [bit]
+            node.has_ended = (*node.prompt, bit) in ENDED
+            waiting += tree.after(node)
+        if waiting:
+            stack += [[*bits, 0], [*bits, 1]]
+        else:
+            yield tree.finish()
+
+
+@pytest.mark.parametrize("widths", [(2, 2, 1), pytest.param((1, 2, 2), marks=pytest.mark.slow)], ids=str)
+def test_estimators_are_unbiased_if_nodes_share_the_leaves_of_rows_that_end(widths: tuple[int, ...]) -> None:
+    """The expectation over all trees is the gradient of the expected reward, though cousins are not independent."""
+    rewards = REWARDS | ENDED
+    logits = LOGITS.clone().requires_grad_()
+    expected = torch.zeros((), dtype=torch.float64)
+    for row in [*ENDED, (0, 0, 0), (0, 0, 1)]:
+        row_log_prob = torch.stack([log_prob(logits, row[:i], row[i]) for i in range(len(row))]).sum()
+        expected = expected + rewards[row] * row_log_prob.exp()
+    (exact,) = torch.autograd.grad(expected, logits)
+    totals = [torch.zeros((), dtype=torch.float64) for _ in ESTIMATORS]
+    mass = 0.0
+    numbers = set()
+    for tree in sampled_trees(widths, 4):
+        parts = [log_prob(logits, tree.ids(parent), tree.tokens[n][0]) for n, parent in enumerate(tree.parents)]
+        log_probs = torch.stack(parts)
+        of_leaves = {leaf: rewards[tuple(tree.ids(leaf))] for leaf in tree.leaves}
+        probability = float(log_probs.detach().sum().exp())
+        mass += probability
+        numbers.add(len(of_leaves))
+        for index, estimator in enumerate(ESTIMATORS):
+            coefficients = torch.from_numpy(tree.weights * estimator(tree, of_leaves))
+            totals[index] = totals[index] + probability * (coefficients * log_probs).sum()
+    assert mass == pytest.approx(1)
+    assert max(numbers) == 4
+    for total in totals:
+        (gradient,) = torch.autograd.grad(total, logits, retain_graph=True)
+        torch.testing.assert_close(gradient, exact, rtol=1e-9, atol=1e-12)
 
 
 def random_tree(rng: random.Random) -> RolloutTree:
