@@ -10,6 +10,8 @@ from hf_parallel.training.example import ParallelExample as ParallelExample
 from hf_parallel.training.grpo import SharedPrefixGRPOTrainer as SharedPrefixGRPOTrainer
 from hf_parallel.training.grpo import SharedPrefixLossMixin as SharedPrefixLossMixin
 from hf_parallel.training.masks import stock_mask as stock_mask
+from hf_parallel.training.rollout_stream import Rollout as Rollout
+from hf_parallel.training.rollout_stream import RolloutStream as RolloutStream
 from hf_parallel.training.rollout_tree import RolloutTree as RolloutTree
 from hf_parallel.training.rollout_tree import sample_tree as sample_tree
 from hf_parallel.training.rollout_tree import tree_loss as tree_loss
