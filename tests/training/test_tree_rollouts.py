@@ -181,7 +181,7 @@ def test_trees_have_as_many_rows_as_the_trainer_wants(tmp_path: Any) -> None:
     trainer.model.train()
     assert torch.equal(first["completion_ids"], first_batch(trainer)["completion_ids"])
     widths = set()
-    for _ in range(8):
+    for _ in range(4):
         trainer._buffered_inputs = None
         inputs = first_batch(trainer)
         assert inputs["advantages"].shape == inputs["completion_ids"].shape
@@ -196,6 +196,7 @@ def test_trees_have_as_many_rows_as_the_trainer_wants(tmp_path: Any) -> None:
 
 
 def test_first_ratios_of_trees_are_exactly_one(tmp_path: Any) -> None:
+    """And the head computes each token of a tree once, though several rows have it."""
     trainer = make_trainer(
         tmp_path,
         make_tool_model(TOKENIZER),
@@ -208,11 +209,21 @@ def test_first_ratios_of_trees_are_exactly_one(tmp_path: Any) -> None:
     inputs = first_batch(trainer)
     ids = torch.cat((inputs["prompt_ids"], inputs["completion_ids"]), 1)
     mask = torch.cat((inputs["prompt_mask"], inputs["completion_mask"]), 1)
-    length = inputs["completion_ids"].shape[1]
-    log_probs, _, _ = trainer._get_per_token_logps_and_entropies(trainer.model, ids, mask, length)
-    ratios = torch.exp(log_probs - inputs["old_per_token_logps"])[inputs["completion_mask"].bool()]
+    is_token = inputs["completion_mask"].bool()
+    computed: list[int] = []
+    handle = trainer.model.lm_head.register_forward_hook(lambda m, args, out: computed.append(args[0].shape[1]))
+    log_probs, _, _ = trainer._get_per_token_logps_and_entropies(trainer.model, ids, mask, is_token.shape[1])
+    handle.remove()
+    ratios = torch.exp(log_probs - inputs["old_per_token_logps"])[is_token]
     assert len(ratios) > 60
     assert (ratios == 1).all()
+    prefixes = set()
+    for row, of_row, sampled in zip(ids.tolist(), mask.bool(), is_token, strict=True):
+        tokens = [token for token, is_seen in zip(row, of_row, strict=True) if is_seen]
+        num_sampled = int(sampled.sum())
+        prefixes |= {tuple(tokens[: len(tokens) - left]) for left in range(num_sampled)}
+    assert computed == [len(prefixes)]
+    assert len(prefixes) < len(ratios)
 
 
 def test_segments_end_at_texts(tmp_path: Any) -> None:
