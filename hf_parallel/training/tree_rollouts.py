@@ -196,8 +196,9 @@ def make_tree_rollout_func(
     The rows of a prompt are the paths to the leaves of its tree. Reward functions score rows, and the estimator turns
     the rewards into advantages of nodes, which their tokens have in the loss. Each row has the weight of its leaf: with
     one optimizer step per batch, the gradient is that of `tree_loss`, times a factor, if the trainer's `loss_type`
-    divides by one number for all rows (`dapo`, `dr_grpo`, `bnpo` and others, but not `grpo` and `sapo`). All trees of a
-    batch are sampled at the same time in one engine, which is open meanwhile.
+    divides by one number for all rows, as `dapo` and `dr_grpo` do. `grpo` and `sapo` divide each row by its own length,
+    and `bnpo` each micro-batch by its own number of tokens. All trees of a batch are sampled at the same time in one
+    engine, which is open meanwhile.
 
     A tree has `num_generations` rows. If some end before their last segment, the others branch more often: all nodes of
     a level are sampled before the next level begins, and those whose rows have not ended share the remaining leaves
