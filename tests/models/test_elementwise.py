@@ -247,6 +247,34 @@ def test_gradients_of_activations_are_those_of_pytorch() -> None:
         torch.testing.assert_close(*gradients)
 
 
+class Watched(llama.LlamaRMSNorm):
+    """Records which weight its layer has while its own code runs."""
+
+    watched: Any = None
+    seen: list[nn.Parameter] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if Watched.watched is not None:
+            Watched.seen.append(Watched.watched.weight)
+        return super().forward(x)
+
+
+@compiled
+def test_gradients_of_norms_leave_the_weight_in_its_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine in another thread may compute the layer meanwhile, and checks that its weights are the same."""
+    norm = Watched(77)
+    x = torch.randn(5, 77, requires_grad=True)
+    expected = torch.autograd.grad(norm(x).square().sum(), [x, norm.weight])
+    monkeypatch.setattr(Watched, "seen", [])
+    with fast_layers(norm), kernel_pass(records_gradients=True):
+        total = norm(x).square().sum()
+    monkeypatch.setattr(Watched, "watched", norm)
+    found = torch.autograd.grad(total, [x, norm.weight])
+    torch.testing.assert_close(found, expected)
+    assert len(Watched.seen) == 1
+    assert Watched.seen[0] is norm.weight
+
+
 class Gated(nn.Module):
     """Calls gates in its own code, in all ways that models do."""
 
