@@ -31,6 +31,7 @@ from hf_parallel.generation.sampling.token_table import TokenTable
 from hf_parallel.generation.validation import check_int
 from hf_parallel.kernels import native, to_device
 from hf_parallel.kernels.sampling import Warpers
+from hf_parallel.models.probing.signature import parameters_of
 
 _BATCH_DEPENDENT = (
     "EncoderNoRepeatNGramLogitsProcessor",
@@ -212,7 +213,9 @@ class PerPromptProcessor(LogitsProcessor):
 
 def check_signature(processor: LogitsProcessor) -> None:
     """Raise a `ValueError` for a processor with more arguments than `generate` passes."""
-    more = list(inspect.signature(processor.__call__).parameters)[2:]
+    call = processor.__call__
+    parameters = parameters_of(call) if inspect.ismethod(call) else inspect.signature(call).parameters
+    more = list(parameters)[2:]
     if more:
         name = type(processor).__name__
         raise ValueError(f"a logits_processor receives input_ids and scores, but {name} also expects {more}")
