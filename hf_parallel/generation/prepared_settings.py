@@ -39,9 +39,10 @@ class PreparedSettings:
         `given` is the `generation_config` that the call was given.
         """
         defaults = vars(model.generation_config)
-        names = setting_names() | defaults.keys()
+        fields = {} if given is None else vars(given)
+        names = setting_names() | defaults.keys() | fields.keys()
         settings = {name: value for name, value in arguments.items() if name in names}
-        of_given = () if given is None else _key(vars(given))
+        of_given = _key(fields)
         of_settings = _key(settings)
         if of_given is None or of_settings is None:
             return prepare(given, **arguments)
@@ -56,8 +57,8 @@ class PreparedSettings:
             if more:  # settings that the model's `forward` receives
                 return prepare(given, **arguments)
         configs[key] = config
-        while len(configs) > MOST:
-            configs.pop(next(iter(configs)), None)
+        for oldest in [*configs][:-MOST]:  # another thread may have removed it
+            configs.pop(oldest, None)
         return _copy(config), {name: value for name, value in arguments.items() if name not in settings}
 
     def _are_current(self, model: PreTrainedModel) -> bool:

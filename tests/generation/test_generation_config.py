@@ -164,6 +164,8 @@ def test_equal_settings_follow_changes_of_the_models_configs(model: Any) -> None
         config.eos_token_id[0] = 5  # in place
         plain = generate(model, generation_mode=None, generation_config=config).tolist()
         assert generate(model, generation_config=config).tolist() == plain
+        config.label = "a field of its own"
+        assert model._prepare_settings(config, {"label": "another"})[0].label == "another"
 
     check()
     defaults.suppress_tokens += range(30, 60)  # in place
