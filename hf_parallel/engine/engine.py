@@ -183,10 +183,11 @@ class Engine:
     def close(self, drain: bool = True) -> None:
         """Close the engine. `drain`: finish the submitted requests first; otherwise cancel them.
 
-        Does nothing in a fork of the process that opened it.
+        Does nothing in a fork of the process that opened it. Raises `RuntimeError` in the body of `updating_weights`.
         """
         if self._process != os.getpid():
             return
+        self.check_blocking()
         atexit.unregister(self.close)
         with self._changed:
             self.is_closing = True
@@ -291,6 +292,7 @@ class Engine:
         handle = RequestHandle(
             lambda: self._cancel(request), self._check_wait, decoder, lambda text, to: self._inject(request, text, to)
         )
+        handle.check_blocking = self.check_blocking
         handle.end_tokens = call.eos_token_ids
         request = Request(config, call, handle, priority, key, hints, cache_salt, adapter, lease)
         self._scheduler.check_budget(request)
@@ -371,8 +373,8 @@ class Engine:
         Notes
         -----
         Each token records the version of the weights that sampled it (`RequestHandle.token_versions`); the version
-        counts the updates. The body must not wait for a request. Gradients may be computed outside of it, while
-        requests run.
+        counts the updates. The body cannot wait for a request nor close the engine, which raises `RuntimeError`.
+        Gradients may be computed outside of it, while requests run.
         """
         check_choice("running", running, ON_UPDATE)
         if self._ranks.are_several:
@@ -459,6 +461,11 @@ class Engine:
         self._check_process()
         if threading.current_thread() is self._thread:
             raise RuntimeError("code of a request cannot wait for another request of its engine: all run in one thread")
+
+    def check_blocking(self) -> None:
+        """Raise `RuntimeError` in the body of `updating_weights`: the engine waits for it, so it cannot wait back."""
+        if self._updates.are_by_this_thread:
+            raise RuntimeError("the engine waits for the end of updating_weights: its body cannot wait for the engine")
 
     def _cancel(self, request: Request) -> None:
         with self._changed:

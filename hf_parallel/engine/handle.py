@@ -85,6 +85,8 @@ class RequestHandle:
     """Tokens that end its rows, which are not part of their text."""
     error: BaseException | None = None
     """The error that ended the request, or None if it is running or has finished."""
+    check_blocking: Callable[[], None] = staticmethod(lambda: None)
+    """Raises an error where a thread that waits would wait for itself; set by the engine."""
     make_forks: Callable[..., list[RequestHandle]] | None = None
     """Submits forks, given the handle and the arguments of `fork`; set by the engine."""
     point: Callable[[int, int], Any] = staticmethod(lambda row, num_tokens: None)
@@ -120,7 +122,7 @@ class RequestHandle:
 
         Raises `TimeoutError` after `timeout` seconds, `concurrent.futures.CancelledError` if the request was cancelled,
         its original error if it failed, and `RuntimeError` if waiting would never end: in the code of another request
-        of the engine, or in a fork of its process.
+        of the engine, in the body of `Engine.updating_weights`, or in a fork of its process.
         """
         if not self.done and not self._wait(lambda: self.done, timeout):
             raise TimeoutError(f"the request has not ended after {timeout} seconds")
@@ -291,6 +293,7 @@ class RequestHandle:
 
     def _wait(self, condition: Callable[[], bool], timeout: float | None = None) -> bool:
         """Wait until a condition holds, which stays true from then on; return whether it was in time."""
+        self.check_blocking()
         future = self._future(condition)
         try:
             return bool(wait([future], timeout).done)

@@ -57,14 +57,18 @@ class WeightUpdates:
         self._lock = threading.Lock()
         self._updating: threading.Thread | None = None
 
+    @property
+    def are_by_this_thread(self) -> bool:
+        """Whether this thread is updating the weights now, so that the engine waits for it."""
+        return self._updating is threading.current_thread()
+
     @contextmanager
     def begin(self) -> Iterator[None]:
         """Wait for the updates of other threads. Raises `RuntimeError` inside one of the same thread."""
-        current = threading.current_thread()
-        if self._updating is current:
+        if self.are_by_this_thread:
             raise RuntimeError("the weights are being updated by this thread already")
         with self._lock:
-            self._updating = current
+            self._updating = threading.current_thread()
             try:
                 yield
             finally:

@@ -173,12 +173,17 @@ def test_errors_leave_the_engine_as_it_was() -> None:
         nested = pytest.raises(RuntimeError, match="by this thread already")
         with engine.updating_weights(), nested, engine.updating_weights():
             pass
+        handle = engine.submit(torch.arange(10, 20)[None], max_new_tokens=4)
+        for wait in (handle.result, lambda: list(handle), engine.close):
+            with engine.updating_weights(), pytest.raises(RuntimeError, match="its body cannot wait for the engine"):
+                wait()
         others = [threading.Thread(target=update, args=(engine,)) for _ in range(4)]
         for thread in others:
             thread.start()
         for thread in others:
             thread.join(60)
-        assert engine.weights_version == 6
+        assert engine.weights_version == 9
+        assert handle.result() is not None
         assert engine.submit(torch.arange(10, 20)[None], max_new_tokens=4).result() is not None
 
 
