@@ -24,6 +24,7 @@ from hf_parallel.engine import Engine
 from hf_parallel.engine.hints import AgentHints
 from hf_parallel.generation.prompts import Chat, Message, render_prompt
 from hf_parallel.generation.sampling.rng import mix
+from hf_parallel.training.requests import check_no_seed
 from hf_parallel.training.rollouts import REQUESTS, TEXTS, RolloutFunc, rollout_engine
 
 VALUES = "values"
@@ -153,6 +154,7 @@ def make_agent_rollout_func(agent: Agent, **named: Any) -> RolloutFunc:
         if not getattr(trainer, "computes_layouts", False):
             raise ValueError(f"runs of agents need a SharedPrefixGRPOTrainer, got {type(trainer).__name__}")
         config = trainer.generation_config
+        check_no_seed(config)
         seed = int(torch.randint(2**62, ()))
         with rollout_engine(trainer, len(prompts)) as engine:
             models = [TokenModel(engine, config) for _ in prompts]

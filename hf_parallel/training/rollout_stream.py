@@ -9,10 +9,9 @@ from itertools import islice
 from typing import Any
 
 from hf_parallel.engine import Engine, RequestHandle
-from hf_parallel.generation.modes import PLAIN_MODE
 from hf_parallel.generation.sampling.rng import mix
 from hf_parallel.generation.validation import check_int
-from hf_parallel.training.requests import sampled_row
+from hf_parallel.training.requests import rollout_settings, sampled_row
 
 
 @dataclass(frozen=True)
@@ -55,9 +54,10 @@ class _Running:
 class RolloutStream:
     """Rollouts of an open engine, for a loop that trains on those that have ended while others run.
 
-    Update the weights after each `take`, in `Engine.updating_weights`. No token that `take` returns is then older than
-    `max_lag` updates: `take` waits for rollouts that would become older. Nothing is dropped, so that long rollouts are
-    as frequent as they are sampled. With `max_lag=0`, `take` returns all rollouts, and the loop is synchronous.
+    Update the weights at most once after each `take`, in `Engine.updating_weights`. No token that `take` returns is
+    then older than `max_lag` updates: `take` waits for rollouts that would become older. Nothing is dropped, so that
+    long rollouts are as frequent as they are sampled. With `max_lag=0`, `take` returns all rollouts, and the loop is
+    synchronous.
 
     Parameters
     ----------
@@ -72,12 +72,12 @@ class RolloutStream:
     seed : int
         Of all rollouts. Each has a seed of its own, so that the tokens of one version do not depend on the others.
     **settings
-        Of `Engine.submit`, such as `max_new_tokens` and `temperature`.
+        Of `Engine.submit`, such as `max_new_tokens` and `temperature`. Each rollout is one sampled row.
 
     Raises
     ------
     ValueError
-        For numbers that are too small.
+        For numbers that are too small, and for settings that do not sample, or sample several rows.
     """
 
     def __init__(
@@ -97,20 +97,29 @@ class RolloutStream:
         self.max_lag = max_lag
         self._prompts = enumerate(prompts)
         self._seed = seed
-        self._settings = {"generation_mode": PLAIN_MODE, "do_sample": True, **settings}
+        self._settings = rollout_settings(settings)
         self._begun: list[_Running] = []
+        self._last_version: int | None = None  # at the last `take`
 
     def take(self, count: int) -> list[Rollout]:
         """Begin new rollouts, wait until enough have ended, and return these in the order of their prompts.
 
         It returns `count` rollouts, more if more of them would become older than `max_lag`, and fewer once the prompts
-        are used up. The error of a rollout is raised here.
+        are used up: none at the end. If a rollout has failed, its error is raised once, and the others can still be
+        taken.
 
-        Raises `ValueError` unless `count` is between 1 and `num_running`.
+        Raises
+        ------
+        ValueError
+            Unless `count` is between 1 and `num_running`.
+        RuntimeError
+            After several updates since the last `take`, in the body of an update, or if the engine is not open.
         """
         check_int("count", count, at_least=1)
         if count > self.num_running:
             raise ValueError(f"count must be at most num_running={self.num_running}, got {count}")
+        self.engine.check_blocking()
+        self._check_updates()
         self._begin()
         while True:
             running = [rollout for rollout in self._begun if not rollout.handle.done]
@@ -122,8 +131,22 @@ class RolloutStream:
         ended.sort(key=lambda rollout: (not self._is_due(rollout), rollout.handle.times.ended))
         num_due = sum(map(self._is_due, ended))
         taken = ended[: max(count, num_due)]
+        for rollout in taken:
+            if rollout.handle.error is not None:
+                self._begun.remove(rollout)
+                raise rollout.handle.error
         self._begun = [rollout for rollout in self._begun if rollout not in taken]
         return [_finished(rollout) for rollout in sorted(taken, key=lambda rollout: rollout.index)]
+
+    def _check_updates(self) -> None:
+        """Raise `RuntimeError` if rollouts may be older than `max_lag`."""
+        version = self.engine.weights_version
+        if self._last_version is not None and version > self._last_version + 1:
+            raise RuntimeError(
+                f"the weights were updated {version - self._last_version} times since the last take, so that rollouts "
+                f"may be older than max_lag={self.max_lag}: make all steps in one updating_weights"
+            )
+        self._last_version = version
 
     def _begin(self) -> None:
         """Begin as many rollouts as there is place for."""

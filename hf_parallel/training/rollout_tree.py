@@ -19,10 +19,9 @@ import torch
 from transformers import PreTrainedModel
 
 from hf_parallel.engine import Engine, RequestHandle
-from hf_parallel.generation.modes import PLAIN_MODE
 from hf_parallel.generation.sampling.rng import mix
 from hf_parallel.generation.validation import check_int
-from hf_parallel.training.requests import as_they_end, sampled_row
+from hf_parallel.training.requests import as_they_end, rollout_settings, sampled_row
 from hf_parallel.training.tree import tree_logprobs
 
 Branching: TypeAlias = Callable[[int, Sequence[float]], int]
@@ -280,9 +279,12 @@ class GrowingTree:
         """Return how many children `branching` gives a node."""
         if node.has_ended or node.depth == self._max_depth:
             return 0
-        return self._branching(node.depth, node.log_probs)
+        number = self._branching(node.depth, node.log_probs)
+        check_int("branching", number, at_least=0)
+        return number
 
     def _next_level(self, num_leaves: int) -> list[GrowingNode]:
+        """Return the nodes after those of the level, which share the remaining leaves."""
         wanted = [self._wanted(node) for node in self._level]
         num_parents = len(wanted) - wanted.count(0)
         self._num_ended += wanted.count(0)
@@ -319,7 +321,11 @@ class GrowingTree:
 def grow(
     engine: Engine, trees: Sequence[GrowingTree], settings: Callable[[GrowingNode], Mapping[str, Any]]
 ) -> list[RolloutTree]:
-    """Sample trees in an open engine, all at the same time. `settings` returns those of a node, for `Engine.submit`."""
+    """Sample trees in an open engine, all at the same time. `settings` returns those of a node, for `Engine.submit`.
+
+    If a request fails, or a tree raises an error, the other requests are cancelled.
+    """
+    engine.check_blocking()
     waiting: dict[Future[None], tuple[GrowingTree, GrowingNode, RequestHandle]] = {}
 
     def sample(nodes: Sequence[tuple[GrowingTree, GrowingNode]]) -> None:
@@ -327,14 +333,18 @@ def grow(
         for (tree, node), handle in zip(nodes, engine.submit_together(requests), strict=True):
             waiting[handle.ended()] = tree, node, handle
 
-    sample([(tree, node) for tree in trees for node in tree.begin()])
-    for ended in as_they_end(waiting):
-        new: list[tuple[GrowingTree, GrowingNode]] = []
-        for tree, node, handle in ended:
-            node.tokens, node.log_probs = sampled_row(handle.result())
-            node.has_ended = node.tokens[-1] in handle.end_tokens
-            new += [(tree, child) for child in tree.after(node)]
-        sample(new)
+    try:
+        sample([(tree, node) for tree in trees for node in tree.begin()])
+        for ended in as_they_end(waiting):
+            new: list[tuple[GrowingTree, GrowingNode]] = []
+            for tree, node, handle in ended:
+                node.tokens, node.log_probs = sampled_row(handle.result())
+                node.has_ended = node.tokens[-1] in handle.end_tokens
+                new += [(tree, child) for child in tree.after(node)]
+            sample(new)
+    finally:  # after an error
+        for _, _, handle in waiting.values():
+            handle.cancel()
     return [tree.finish() for tree in trees]
 
 
@@ -343,13 +353,35 @@ def of_widths(widths: Sequence[int]) -> Branching:
     return lambda depth, log_probs: widths[depth]
 
 
+def check_branching(branching: Sequence[int] | Branching, max_depth: int | None) -> tuple[Branching, int]:
+    """Return the numbers of children as a function, and the maximum number of segments of a row.
+
+    Raises `ValueError` for numbers of children below 1, and for a `max_depth` that is missing or superfluous.
+    """
+    if callable(branching):
+        if max_depth is None:
+            raise ValueError("max_depth must be given for a callable branching, got None")
+        check_int("max_depth", max_depth, at_least=1)
+        return branching, max_depth
+    if isinstance(branching, str) or not isinstance(branching, Iterable):
+        raise ValueError(f"branching must be a list of int or a callable, got {branching!r}")
+    widths = tuple(branching)
+    if not widths:
+        raise ValueError("branching must have at least one number of children, got none")
+    for width in widths:
+        check_int("branching", width, at_least=1)
+    if max_depth is not None:
+        raise ValueError(f"max_depth must be None for a list of numbers of children, got {max_depth!r}")
+    return of_widths(widths), len(widths)
+
+
 def sample_tree(
     engine: Engine,
     prompt: Sequence[int],
     branching: Sequence[int] | Branching,
     *,
     segment_tokens: int,
-    max_depth: int = 8,
+    max_depth: int | None = None,
     seed: int = 0,
     **settings: Any,
 ) -> RolloutTree:
@@ -369,17 +401,21 @@ def sample_tree(
         of children, 0 for a leaf. It sees only tokens before the children, so gradients stay unbiased.
     segment_tokens : int
         Maximum number of tokens of a segment.
-    max_depth : int
-        Maximum number of segments of a row.
+    max_depth : int, optional
+        Maximum number of segments of a row. Only for a callable, which needs it.
     seed : int
     **settings
-        Of `Engine.submit`, such as `temperature` and `stop_strings`.
+        Of `Engine.submit`, such as `temperature` and `stop_strings`. Each node is one sampled row.
+
+    Raises
+    ------
+    ValueError
+        For numbers that are too small, also those that a callable returns, for a `max_depth` that is missing or
+        superfluous, and for settings that do not sample, or sample several rows.
     """
     check_int("segment_tokens", segment_tokens, at_least=1)
-    check_int("max_depth", max_depth, at_least=1)
-    if not callable(branching):
-        max_depth = min(max_depth, len(branching))
-        branching = of_widths([*branching])
-    of_nodes = {"generation_mode": PLAIN_MODE, "do_sample": True, "max_new_tokens": segment_tokens, **settings}
-    (tree,) = grow(engine, [GrowingTree(prompt, branching, max_depth, seed)], lambda node: of_nodes)
+    number_of_children, num_levels = check_branching(branching, max_depth)
+    of_nodes = rollout_settings(settings, max_new_tokens="segment_tokens limits each segment")
+    of_nodes["max_new_tokens"] = segment_tokens
+    (tree,) = grow(engine, [GrowingTree(prompt, number_of_children, num_levels, seed)], lambda node: of_nodes)
     return tree

@@ -14,19 +14,21 @@ from typing import Any
 
 import numpy as np
 import torch
+from transformers import GenerationConfig
 
 from hf_parallel.generation.modes import PLAIN_MODE
 from hf_parallel.generation.prompts import Chat
 from hf_parallel.generation.sampling.rng import mix
-from hf_parallel.generation.validation import check_int
+from hf_parallel.generation.validation import check_int, check_texts
+from hf_parallel.training.requests import check_no_seed, check_one_sampled_row
 from hf_parallel.training.rollout_tree import (
     Branching,
     Estimator,
     GrowingNode,
     GrowingTree,
     RolloutTree,
+    check_branching,
     grow,
-    of_widths,
     sibling_advantages,
 )
 from hf_parallel.training.rollouts import rollout_engine
@@ -42,6 +44,14 @@ NEEDED = {
     "importance_sampling_level": ("token", "tokens of a row have advantages of their own"),
 }
 """Settings of the trainer that trees need, with the reason."""
+OF_WHOLE_ROWS = {
+    "begin_suppress_tokens": None,
+    "encoder_repetition_penalty": 1.0,
+    "exponential_decay_length_penalty": None,
+    "forced_bos_token_id": None,
+    "forced_eos_token_id": None,
+}
+"""Settings of `generate` that count from the ends of a request, which is a segment; with the values that do nothing."""
 
 
 @dataclass(frozen=True)
@@ -135,13 +145,20 @@ class TreeRollouts:
                 f"segment_tokens must leave the last of {self.max_depth} segments at least one of "
                 f"max_completion_length={trainer.max_completion_length} tokens, got {self.segment_tokens}"
             )
-        config = trainer.generation_config
-        if not config.do_sample:
-            raise ValueError("do_sample must be True for rollouts of trees, whose nodes differ from their siblings")
+        self._check_generation(trainer.generation_config)
+
+    def _check_generation(self, config: GenerationConfig) -> None:
+        """Raise `ValueError` if arguments of `generate` contradict those of the trees."""
+        check_one_sampled_row(vars(config))
         if config.stop_strings:
             raise ValueError(
                 "stop_strings in generation_kwargs would end segments and rows: pass them to make_tree_rollout_func"
             )
+        check_no_seed(config)
+        for name, neutral in OF_WHOLE_ROWS.items():
+            value = getattr(config, name)
+            if value is not None and value != neutral:
+                raise ValueError(f"{name} in generation_kwargs would apply to each segment of a tree, got {value!r}")
 
     def __call__(self, prompts: Sequence[str | Chat], trainer: Any) -> dict[str, list[object]]:
         """Sample a tree for each group of equal prompts; see `trl.GRPOTrainer`."""
@@ -180,6 +197,8 @@ class TreeRollouts:
         else:
             config.max_new_tokens = self.segment_tokens
             config.stop_strings = list(self.stop_strings) or None
+        if config.min_new_tokens is not None:  # of the row
+            config.min_new_tokens = min(max(config.min_new_tokens - node.num_before, 0), config.max_new_tokens)
         return {"generation_mode": PLAIN_MODE, "generation_config": config}
 
 
@@ -189,7 +208,7 @@ def make_tree_rollout_func(
     segment_tokens: int,
     estimator: Estimator = sibling_advantages,
     max_depth: int | None = None,
-    stop_strings: Sequence[str] = (),
+    stop_strings: str | Sequence[str] = (),
 ) -> TreeRollouts:
     """Return a `rollout_func` for `SharedPrefixGRPOTrainer` whose rollouts are trees, one for each prompt.
 
@@ -220,29 +239,18 @@ def make_tree_rollout_func(
         Returns the advantages of nodes, given the tree and the rewards of its leaves; see `sample_tree`.
     max_depth : int, optional
         Maximum number of segments of a row. Only for a callable, which needs it.
-    stop_strings : list of str
+    stop_strings : str or list of str
         Texts that end a segment, too, except the last one of a row.
 
     Raises
     ------
     ValueError
-        For numbers below 1, and for a `max_depth` that is missing or superfluous. The trainer raises one for settings
-        that contradict those of the trees.
+        For numbers below 1, empty `stop_strings`, and a `max_depth` that is missing or superfluous. The trainer raises
+        one for settings that contradict those of the trees.
     """
     check_int("segment_tokens", segment_tokens, at_least=1)
-    widths = None
-    if callable(branching):
-        if max_depth is None:
-            raise ValueError("max_depth must be given for a callable branching, got None")
-        check_int("max_depth", max_depth, at_least=1)
-    else:
-        widths = tuple(branching)
-        if not widths:
-            raise ValueError("branching must have at least one number of children, got none")
-        for width in widths:
-            check_int("branching", width, at_least=1)
-        if max_depth is not None:
-            raise ValueError(f"max_depth must be None for a list of numbers of children, got {max_depth!r}")
-        max_depth = len(widths)
-        branching = of_widths(widths)
-    return TreeRollouts(branching, widths, segment_tokens, max_depth, estimator, tuple(stop_strings))
+    texts = (stop_strings,) if isinstance(stop_strings, str) else tuple(stop_strings)
+    check_texts("stop_strings", texts)
+    number_of_children, num_levels = check_branching(branching, max_depth)
+    widths = None if callable(branching) else tuple(branching)
+    return TreeRollouts(number_of_children, widths, segment_tokens, num_levels, estimator, texts)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import tiny
 import torch
+from transformers import GenerationConfig
 
 import hf_parallel
 from hf_parallel.engine import Engine
@@ -124,6 +125,81 @@ def test_no_token_is_older_than_the_lag(max_lag: int) -> None:
     assert sorted(used) == [*range(len(PROMPTS))]
     assert any(len(versions) > 1 for versions in versions_of_rollouts)
     assert engine.weights_version > len(PROMPTS) / 8
+
+
+def test_an_error_of_a_rollout_leaves_the_others() -> None:
+    """Each is raised once, and rollouts that have ended with it are returned by the next call."""
+    model, _ = make_model()
+    failing = (1, 3, 4)
+
+    def fail(input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        if any(input_ids[0, : len(PROMPTS[index])].tolist() == PROMPTS[index] for index in failing):
+            raise KeyError("a processor")
+        return scores
+
+    used = []
+    num_errors = 0
+    with Engine(model) as engine:
+        settings = {"max_new_tokens": 8, "logits_processor": [fail], **SAMPLED}
+        stream = RolloutStream(engine, PROMPTS[:7], num_running=4, max_lag=0, **settings)
+        while True:
+            try:
+                rollouts = stream.take(2)
+            except KeyError:
+                num_errors += 1
+                continue
+            if not rollouts:
+                break
+            used += [rollout.index for rollout in rollouts]
+    assert sorted(used) == [0, 2, 5, 6]
+    assert num_errors == len(failing)
+
+
+def test_several_updates_between_two_calls_raise() -> None:
+    """Rollouts could be older than the lag."""
+    model, _ = make_model()
+    with Engine(model) as engine:
+        stream = RolloutStream(engine, PROMPTS, num_running=4, max_new_tokens=24, **SAMPLED)
+        assert stream.take(1)
+        for _ in range(2):
+            with engine.updating_weights():
+                pass
+        with pytest.raises(RuntimeError, match="updated 2 times since the last take"):
+            stream.take(1)
+        with engine.updating_weights(), pytest.raises(RuntimeError, match="cannot wait for the engine"):
+            stream.take(1)
+        engine.close(drain=False)
+
+
+SEVERAL_ROWS = {
+    "do_sample must be True": {"do_sample": False},
+    "num_beams must be 1": {"num_beams": 2},
+    "num_return_sequences must be 1": {
+        "generation_config": GenerationConfig(do_sample=True, num_return_sequences=2),
+    },
+    "generation_mode must be 'shared_prefix'": {"generation_mode": "hogwild"},
+}
+
+
+@pytest.mark.parametrize("message", SEVERAL_ROWS)
+def test_a_rollout_is_one_sampled_row(message: str) -> None:
+    settings = {"max_new_tokens": 2, "pad_token_id": tiny.PAD, **SEVERAL_ROWS[message]}
+    model, _ = make_model()
+    with Engine(model) as engine, pytest.raises(ValueError, match=message):
+        RolloutStream(engine, PROMPTS, num_running=2, **settings)
+
+
+def test_a_generation_config_is_completed() -> None:
+    """Not changed: a rollout samples, whatever the defaults of the model are."""
+    model, _ = make_model()
+    model.generation_config.do_sample = False
+    model.generation_config.num_return_sequences = 3
+    config = GenerationConfig(max_new_tokens=4, pad_token_id=tiny.PAD)
+    with Engine(model) as engine:
+        stream = RolloutStream(engine, [PROMPTS[0]] * 4, num_running=4, max_lag=0, generation_config=config)
+        rollouts = stream.take(4)
+    assert len({tuple(rollout.tokens) for rollout in rollouts}) == 4
+    assert config.do_sample is None
 
 
 def test_invalid_numbers_of_rollouts_raise() -> None:

@@ -229,7 +229,7 @@ def test_sampled_trees_branch_as_asked_and_depend_on_the_seed_alone() -> None:
         tree = sample_tree(engine, prompt, branching, **given)
         stats = engine.stats
         again = sample_tree(engine, prompt, branching, **given)
-        fixed = sample_tree(engine, prompt, (2, 2), **given)
+        fixed = sample_tree(engine, prompt, (2, 2), segment_tokens=5)
     assert (tree.parents, tree.tokens) == (again.parents, again.tokens)
     assert len(tree.children[-1]) == 3
     widths = {len(tree.children[node]) for node in range(len(tree)) if len(tree.path(node)) < 3}
@@ -237,6 +237,41 @@ def test_sampled_trees_branch_as_asked_and_depend_on_the_seed_alone() -> None:
     assert len(fixed) == 6
     assert stats.decoded_tokens == sum(map(len, tree.tokens))
     assert stats.prefilled_tokens <= len(prompt) + len(tree)
+
+
+def test_invalid_branching_raises() -> None:
+    model = make_tool_model(TOKENIZER)
+    with Engine(model, TOKENIZER) as engine:
+        for branching, settings, message in (
+            (2, {}, "branching must be a list of int or a callable, got 2"),
+            ((2, 0), {}, "branching must be an int of at least 1, got 0"),
+            ((2, 2), {"max_depth": 1}, "max_depth must be None for a list"),
+            (lambda depth, log_probs: 2, {}, "max_depth must be given for a callable"),
+            (lambda depth, log_probs: 1.5, {"max_depth": 2}, "branching must be an int of at least 0, got 1.5"),
+            ((2,), {"max_new_tokens": 9}, "max_new_tokens cannot be given: segment_tokens"),
+            ((2,), {"num_beams": 2}, "num_beams must be 1"),
+        ):
+            with pytest.raises(ValueError, match=message):
+                sample_tree(engine, [9, 10], branching, segment_tokens=2, **settings)  # type: ignore[arg-type]
+
+
+def test_an_error_cancels_the_requests_of_its_tree() -> None:
+    """Here of one node, while the others are sampled."""
+    model = make_tool_model(TOKENIZER)
+    calls: list[int] = []
+
+    def fail_once(input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        calls.append(len(input_ids))
+        if len(calls) == 20:
+            raise KeyError("a processor")
+        return scores
+
+    with Engine(model, TOKENIZER) as engine:
+        settings = {"segment_tokens": 300, "logits_processor": [fail_once], "suppress_tokens": [TOKENIZER.eos_token_id]}
+        with pytest.raises(KeyError):
+            sample_tree(engine, [9, 10], (6,), **settings)
+    stats = engine.stats
+    assert (stats.failed, stats.cancelled, stats.finished) == (1, 5, 0)
 
 
 def test_trees_that_cannot_be_raise() -> None:

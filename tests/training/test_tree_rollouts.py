@@ -243,12 +243,30 @@ def test_segments_end_at_texts(tmp_path: Any) -> None:
     assert len(lengths) > 2
 
 
+def test_the_least_number_of_tokens_is_that_of_rows(tmp_path: Any) -> None:
+    """Not of each segment."""
+    estimator = Recorded()
+    func = make_tree_rollout_func((2, 2, 2), segment_tokens=3, estimator=estimator)
+    settings = {**ENDS_OFTEN, "min_new_tokens": 5}
+    trainer = make_trainer(tmp_path, rollout_func=func, generation_kwargs=settings, max_completion_length=24)
+    lengths = set()
+    for _ in range(4):
+        trainer._buffered_inputs = None
+        lengths |= {*first_batch(trainer)["completion_mask"].sum(1).tolist()}
+    assert min(lengths) == 6, "of five tokens, and one that ends the row"
+
+
 CONTRADICTIONS = {
     "scale_rewards must be 'none'": {"scale_rewards": "group"},
     "multi_objective_aggregation must be 'sum_then_normalize'": {"multi_objective_aggregation": "normalize_then_sum"},
     "importance_sampling_level must be 'token'": {"importance_sampling_level": "sequence"},
     "branching must give num_generations=8 leaves, got 3 x 2 = 6": {"branching": (3, 2)},
     "segment_tokens must leave the last of 3 segments at least one of max_completion_length=12": {"segment_tokens": 6},
+    "num_beams must be 1": {"generation_kwargs": {"num_beams": 2}},
+    "seed in generation_kwargs must be None": {"generation_kwargs": {"seed": 1}},
+    "forced_eos_token_id in generation_kwargs would apply to each segment": {
+        "generation_kwargs": {"forced_eos_token_id": END}
+    },
     "do_sample must be True": {"generation_kwargs": {"do_sample": False}},
     "pass them to make_tree_rollout_func": {"generation_kwargs": {"stop_strings": ["a"]}},
 }
@@ -271,6 +289,8 @@ def test_trees_that_cannot_be_raise(tmp_path: Any) -> None:
         ((2, 2), {"max_depth": 2}, "max_depth must be None for a list"),
         (where_unsure, {}, "max_depth must be given for a callable"),
         ((2,), {"segment_tokens": 0}, "segment_tokens must be an int of at least 1"),
+        (2, {}, "branching must be a list of int or a callable, got 2"),
+        ((2,), {"stop_strings": [".", ""]}, "stop_strings must be a list of non-empty strings"),
     ):
         with pytest.raises(ValueError, match=message):
             make_tree_rollout_func(branching, **{"segment_tokens": 3, **settings})  # type: ignore[arg-type]
