@@ -110,7 +110,9 @@ class KVStorage:
         except ValueError:
             is_equal = False
         if not is_equal:
-            raise WeightsChangedError("the model's weights changed while the request ran")
+            raise WeightsChangedError(
+                "the model's weights changed while the request ran: change them in Engine.updating_weights"
+            )
         self._checked = self.tree.clock, reads_all
 
     def check_all_weights(self, model: PreTrainedModel) -> None:

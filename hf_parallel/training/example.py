@@ -397,7 +397,8 @@ def as_ids(tokens: Iterable[int]) -> list[int]:
         tokens = tokens.cpu()
     ids = np.asarray(tokens)
     if ids.ndim != 1 or not (ids.dtype.kind in "iu" or len(ids) == 0):
-        raise ValueError(f"prompts and completions must be 1-D tensors or lists of token ids, got shape {ids.shape}")
+        got = f"text, {tokens!r}" if isinstance(tokens, str) else f"shape {ids.shape}"
+        raise ValueError(f"prompts and completions must be 1-D tensors or lists of token ids, got {got}")
     return ids.tolist()
 
 

@@ -11,6 +11,7 @@ from typing import Any
 from hf_parallel.engine import Engine, RequestHandle
 from hf_parallel.generation.sampling.rng import mix
 from hf_parallel.generation.validation import check_int
+from hf_parallel.training.example import as_ids
 from hf_parallel.training.requests import rollout_settings, sampled_row
 
 
@@ -151,7 +152,7 @@ class RolloutStream:
     def _begin(self) -> None:
         """Begin as many rollouts as there is place for."""
         for index, prompt in islice(self._prompts, self.num_running - len(self._begun)):
-            ids = [*prompt]
+            ids = as_ids(prompt)
             handle = self.engine.submit(ids, seed=mix(self._seed, index), **self._settings)
             self._begun.append(_Running(index, ids, handle, handle.ended()))
 

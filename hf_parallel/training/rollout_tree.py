@@ -21,6 +21,7 @@ from transformers import PreTrainedModel
 from hf_parallel.engine import Engine, RequestHandle
 from hf_parallel.generation.sampling.rng import mix
 from hf_parallel.generation.validation import check_int
+from hf_parallel.training.example import as_ids
 from hf_parallel.training.requests import as_they_end, rollout_settings, sampled_row
 from hf_parallel.training.tree import tree_logprobs
 
@@ -117,6 +118,8 @@ class RolloutTree:
 
         Raises `ValueError` unless exactly the leaves have rewards.
         """
+        if not isinstance(rewards, Mapping):
+            raise ValueError(f"rewards must be a mapping from leaves to their rewards, got {type(rewards).__name__}")
         if set(rewards) != set(self.leaves):
             raise ValueError(f"rewards must have the leaves {self.leaves}, got {sorted(rewards)}")
         values = np.zeros(len(self))
@@ -188,7 +191,7 @@ def tree_loss(
     advantages : [nodes]
         Such as an estimator returns.
     temperature : float
-        Temperature of sampling.
+        Temperature of sampling. The loss is that of the full distribution: sample with `top_k=0`.
     """
     if len(advantages) != len(tree):
         raise ValueError(f"advantages must have one value for each of the {len(tree)} nodes, got {len(advantages)}")
@@ -415,7 +418,8 @@ def sample_tree(
     """
     check_int("segment_tokens", segment_tokens, at_least=1)
     number_of_children, num_levels = check_branching(branching, max_depth)
+    tree = GrowingTree(as_ids(prompt), number_of_children, num_levels, seed)
     of_nodes = rollout_settings(settings, max_new_tokens="segment_tokens limits each segment")
     of_nodes["max_new_tokens"] = segment_tokens
-    (tree,) = grow(engine, [GrowingTree(prompt, number_of_children, num_levels, seed)], lambda node: of_nodes)
-    return tree
+    (sampled,) = grow(engine, [tree], lambda node: of_nodes)
+    return sampled

@@ -211,3 +211,5 @@ def test_invalid_numbers_of_rollouts_raise() -> None:
             RolloutStream(engine, PROMPTS, num_running=2, max_lag=-1)
         with pytest.raises(ValueError, match="count must be at most num_running=2, got 3"):
             RolloutStream(engine, PROMPTS, num_running=2).take(3)
+        with pytest.raises(ValueError, match="prompts and completions must be 1-D"):
+            RolloutStream(engine, PROMPTS[0], num_running=2).take(1)  # type: ignore[arg-type] # one prompt

@@ -253,6 +253,8 @@ def test_invalid_branching_raises() -> None:
         ):
             with pytest.raises(ValueError, match=message):
                 sample_tree(engine, [9, 10], branching, segment_tokens=2, **settings)  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match="lists of token ids, got text, 'go'"):
+            sample_tree(engine, "go", (2,), segment_tokens=2)  # type: ignore[arg-type]
 
 
 def test_an_error_cancels_the_requests_of_its_tree() -> None:
@@ -282,5 +284,7 @@ def test_trees_that_cannot_be_raise() -> None:
     tree = RolloutTree([1], [-1, -1], [[2], [3]], [True, True])
     with pytest.raises(ValueError, match=r"rewards must have the leaves \[0, 1\], got \[0\]"):
         tree.values({0: 1.0})
+    with pytest.raises(ValueError, match="rewards must be a mapping from leaves to their rewards, got list"):
+        tree.values([1.0, 2.0])  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="one value for each of the 2 nodes"):
         tree_loss(make_tool_model(TOKENIZER), tree, [1.0])
