@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain, islice
 from typing import Any
 
-from hf_parallel.engine import Engine, RequestHandle
+from hf_parallel.engine import Engine, QueueFullError, RequestHandle
 from hf_parallel.generation.sampling.rng import mix
 from hf_parallel.generation.validation import check_int
 from hf_parallel.training.example import as_ids
@@ -96,7 +96,7 @@ class RolloutStream:
         self.engine = engine
         self.num_running = num_running
         self.max_lag = max_lag
-        self._prompts = enumerate(prompts)
+        self._prompts: Iterator[tuple[int, Sequence[int]]] = enumerate(prompts)
         self._seed = seed
         self._settings = rollout_settings(settings)
         self._begun: list[_Running] = []
@@ -115,6 +115,8 @@ class RolloutStream:
             Unless `count` is between 1 and `num_running`.
         RuntimeError
             After several updates since the last `take`, in the body of an update, or if the engine is not open.
+        QueueFullError
+            If fewer than `num_running` requests can run or wait in the engine. No prompt is lost.
         """
         check_int("count", count, at_least=1)
         if count > self.num_running:
@@ -153,7 +155,11 @@ class RolloutStream:
         """Begin as many rollouts as there is place for."""
         for index, prompt in islice(self._prompts, self.num_running - len(self._begun)):
             ids = as_ids(prompt)
-            handle = self.engine.submit(ids, seed=mix(self._seed, index), **self._settings)
+            try:
+                handle = self.engine.submit(ids, seed=mix(self._seed, index), **self._settings)
+            except QueueFullError:  # the next call tries again
+                self._prompts = chain([(index, prompt)], self._prompts)
+                raise
             self._begun.append(_Running(index, ids, handle, handle.ended()))
 
     def _is_due(self, rollout: _Running) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import time
 from collections.abc import Callable, Sequence
 from itertools import count
 from typing import Any
@@ -13,7 +14,7 @@ import torch
 from transformers import GenerationConfig
 
 import hf_parallel
-from hf_parallel.engine import Engine
+from hf_parallel.engine import Engine, QueueFullError
 from hf_parallel.generation.sampling.rng import mix
 from hf_parallel.training import RolloutStream, tree_logprobs
 from hf_parallel.training.requests import sampled_row
@@ -153,6 +154,26 @@ def test_an_error_of_a_rollout_leaves_the_others() -> None:
             used += [rollout.index for rollout in rollouts]
     assert sorted(used) == [0, 2, 5, 6]
     assert num_errors == len(failing)
+
+
+def test_a_full_queue_loses_no_prompt() -> None:
+    model, _ = make_model()
+    used = []
+    num_errors = 0
+    with Engine(model, max_rows=1, max_waiting=2) as engine:
+        stream = RolloutStream(engine, PROMPTS[:7], num_running=6, max_lag=0, max_new_tokens=8, **SAMPLED)
+        while True:
+            try:
+                rollouts = stream.take(1)
+            except QueueFullError:
+                num_errors += 1
+                time.sleep(0.01)
+                continue
+            if not rollouts:
+                break
+            used += [rollout.index for rollout in rollouts]
+    assert num_errors > 0
+    assert sorted(used) == [*range(7)]
 
 
 def test_several_updates_between_two_calls_raise() -> None:

@@ -13,6 +13,7 @@ from tool_tokenizer import make_tool_model, make_tool_tokenizer
 
 from hf_parallel.engine import Engine
 from hf_parallel.training.rollout_tree import (
+    Branching,
     Estimator,
     GrowingTree,
     RolloutTree,
@@ -119,16 +120,22 @@ ENDED = {(1,): 2.5, (0, 1): -1.5}
 """Rows that end early, with their rewards."""
 
 
-def sampled_trees(widths: Sequence[int], num_leaves: int) -> Iterator[RolloutTree]:
+def where_ones_are(depth: int, log_probs: Sequence[float]) -> int:
+    """Branch after ones, which are the log-probabilities here."""
+    return 2 if not depth or log_probs[-1] else 1
+
+
+def sampled_trees(branching: Branching, num_leaves: int) -> Iterator[RolloutTree]:
     """Yield every tree of a number of leaves: nodes have one token, and rows may end early."""
     stack: list[list[int]] = [[]]
     while stack:
         bits = stack.pop()
-        tree = GrowingTree([], of_widths(widths), len(widths), 0, num_leaves)
+        tree = GrowingTree([], branching, DEPTH, 0, num_leaves)
         waiting = tree.begin()
         for bit in bits:
             node = waiting.pop(0)
             node.tokens = [bit]
+            node.log_probs = [float(bit)]
             node.has_ended = (*node.prompt, bit) in ENDED
             waiting += tree.after(node)
         if waiting:
@@ -137,8 +144,15 @@ def sampled_trees(widths: Sequence[int], num_leaves: int) -> Iterator[RolloutTre
             yield tree.finish()
 
 
-@pytest.mark.parametrize("widths", [(2, 2, 1), pytest.param((1, 2, 2), marks=pytest.mark.slow)], ids=str)
-def test_estimators_are_unbiased_if_nodes_share_the_leaves_of_rows_that_end(widths: tuple[int, ...]) -> None:
+@pytest.mark.parametrize(
+    "branching",
+    [
+        pytest.param(of_widths((2, 2, 1)), id="2 x 2 x 1"),
+        pytest.param(of_widths((1, 2, 2)), id="1 x 2 x 2", marks=pytest.mark.slow),
+        pytest.param(where_ones_are, id="where tokens say so"),
+    ],
+)
+def test_estimators_are_unbiased_if_nodes_share_the_leaves_of_rows_that_end(branching: Branching) -> None:
     """The expectation over all trees is the gradient of the expected reward, though cousins are not independent."""
     rewards = REWARDS | ENDED
     logits = LOGITS.clone().requires_grad_()
@@ -150,7 +164,7 @@ def test_estimators_are_unbiased_if_nodes_share_the_leaves_of_rows_that_end(widt
     totals = [torch.zeros((), dtype=torch.float64) for _ in ESTIMATORS]
     mass = 0.0
     numbers = set()
-    for tree in sampled_trees(widths, 4):
+    for tree in sampled_trees(branching, 4):
         parts = [log_prob(logits, tree.ids(parent), tree.tokens[n][0]) for n, parent in enumerate(tree.parents)]
         log_probs = torch.stack(parts)
         of_leaves = {leaf: rewards[tuple(tree.ids(leaf))] for leaf in tree.leaves}
