@@ -33,9 +33,7 @@ try:
     from lm_eval.api.registry import register_model
     from lm_eval.models.huggingface import HFLM
 except ImportError as error:
-    raise ImportError(
-        f"the backend needs the extra eval: pip install '.[eval]' in a clone of hf_parallel ({error})"
-    ) from error
+    raise ImportError(f"the backend needs lm-eval: pip install lm-eval ({error})") from error
 
 NAME = "hf-parallel"
 """Name of the backend, for `--model`."""

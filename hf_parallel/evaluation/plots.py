@@ -68,7 +68,7 @@ def check_matplotlib() -> None:
     try:
         import matplotlib.figure  # noqa: F401
     except ImportError as error:
-        raise ImportError("plots need matplotlib, which is not installed: pip install 'hf_parallel[eval]'") from error
+        raise ImportError("plots need matplotlib, which is not installed: pip install matplotlib") from error
 
 
 def draw(rows: Sequence[Result], name: str) -> Figure:

@@ -13,7 +13,7 @@ try:
     import evaluate
     from datasets import Features, Value
 except ImportError as error:
-    raise ImportError("ProblemScore needs evaluate and datasets: pip install 'hf_parallel[eval]'") from error
+    raise ImportError("ProblemScore needs evaluate and datasets: pip install evaluate datasets") from error
 
 
 class ProblemScore(evaluate.Metric):

@@ -58,7 +58,7 @@ def find(features: Collection[str], folder: Path = FOLDER) -> Path | None:
 def build(compiler: str, folder: Path) -> list[Path]:
     """Compile the libraries of the machine for which `compiler` compiles into `folder`, and return their paths.
 
-    Takes about four minutes of CPU time. Raises `subprocess.CalledProcessError` if the compiler fails.
+    Takes about five minutes of CPU time. Raises `subprocess.CalledProcessError` if the compiler fails.
     """
     machine = target(compiler)
     folder.mkdir(parents=True, exist_ok=True)

@@ -156,3 +156,15 @@ def test_paths_and_commands_of_a_page_exist(name: str) -> None:
 
 def test_the_page_for_agents_is_short() -> None:
     assert len((ROOT / "AGENTS.md").read_text().splitlines()) <= 40
+
+
+def test_no_text_installs_the_package_by_its_name() -> None:
+    """Until the name is published, anyone may register it: texts name the wheel, a clone, or other packages."""
+    folders = ("hf_parallel", "docs", "examples", "tests", "kernel_hub", ".github")
+    files = [path for folder in folders for path in (ROOT / folder).rglob("*") if path.is_file()]
+    files += [*ROOT.glob("*.md"), ROOT / "Makefile", ROOT / "pyproject.toml"]
+    for path in files:
+        if path.suffix in (".py", ".md", ".txt", ".html", ".ipynb", ".yml", ".toml", ""):
+            text = path.read_text(errors="replace")
+            found = re.search(r"\bpip install (?:-\S+ )*['\"]?hf[_-]parallel\b(?!-\*|-\d)", text)
+            assert found is None, (path, found)

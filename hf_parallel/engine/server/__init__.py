@@ -6,7 +6,7 @@ try:
     import uvicorn  # noqa: F401
 except ImportError as error:
     raise ImportError(
-        f"the server needs the extra serve: pip install '.[serve]' in a clone of hf_parallel ({error})"
+        f"the server needs further packages: pip install fastapi uvicorn prometheus_client ({error})"
     ) from error
 
 from hf_parallel.engine.server.app import create_app

