@@ -10,7 +10,7 @@ whose steps have operations that a program does not know keep their modules.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain
@@ -149,8 +149,9 @@ class _ModelParts:
 
         Step 0 looks at all of them, and each further step at one of `SLICES` slices.
         """
-        slices = self._slices[step % SLICES :][:1] if step else self._slices
-        return all(part.is_unchanged() for part in slices)
+        if step:
+            return self._slices[step % SLICES].is_unchanged()
+        return all(part.is_unchanged() for part in self._slices)
 
     def storages(self) -> list[torch.UntypedStorage]:
         """Return the storages of parameters and buffers, which live as long as these are held."""
@@ -162,24 +163,19 @@ class _PartsSlice:
 
     def __init__(self, tables: list[dict[str, Any]]) -> None:
         self._tables = tables
-        self._values = list(self._values_now())
+        self._values = [value for table in tables for value in table.values()]
         self.tensors = [value for value in self._values if isinstance(value, torch.Tensor)]
-        self._addresses = self._addresses_now()
+        self._addresses = [tensor.data_ptr() for tensor in self.tensors]
 
     def is_unchanged(self) -> bool:
         """Return whether the tables hold the same objects, and tensors have the same addresses."""
         # These are loops in C, over hundreds of objects.
         if sum(map(len, self._tables)) != len(self._values):
             return False
-        if not all(map(is_, self._values_now(), self._values)):
+        values = chain.from_iterable(map(dict.values, self._tables))
+        if not all(map(is_, values, self._values)):
             return False
-        return self._addresses_now() == self._addresses
-
-    def _values_now(self) -> Iterator[Any]:
-        return chain.from_iterable(map(dict.values, self._tables))
-
-    def _addresses_now(self) -> list[int]:
-        return list(map(torch.Tensor.data_ptr, self.tensors))
+        return list(map(torch.Tensor.data_ptr, self.tensors)) == self._addresses
 
 
 @dataclass(eq=False)
