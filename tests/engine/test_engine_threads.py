@@ -207,6 +207,24 @@ def test_no_keys_of_other_weights_are_used(model: Any, change: Callable[[Any], N
         assert_nothing_is_held(engine)
 
 
+class Block:
+    """A logits processor that waits for `go` in each step, and sets `entered` before."""
+
+    def __init__(self) -> None:
+        self.entered = threading.Event()
+        self.go = threading.Event()
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        self.entered.set()
+        assert self.go.wait(600)
+        return scores
+
+    def close(self) -> None:
+        """Let the next step wait again."""
+        self.entered.clear()
+        self.go.clear()
+
+
 @pytest.mark.parametrize("change", [_load, _scale_data])
 def test_requests_during_which_the_weights_change_raise(
     model: Any, change: Callable[[Any], None], monkeypatch: pytest.MonkeyPatch
@@ -217,27 +235,20 @@ def test_requests_during_which_the_weights_change_raise(
     for _ in range(2):
         change(changed)
     after = CASE.alone(changed)
-    entered, go = threading.Event(), threading.Event()
-
-    def block(input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        entered.set()
-        assert go.wait(600)
-        return scores
-
+    block = Block()
     with Engine(model) as engine:
         last = engine.submit(PROMPT, max_new_tokens=3, logits_processor=[block])
-        assert entered.wait(600)
+        assert block.entered.wait(600)
         change(model)
-        go.set()
+        block.go.set()
         with pytest.raises(WeightsChangedError, match="the model's weights changed while the request ran"):
             last.result(600)
-        entered.clear()
-        go.clear()
+        block.close()
         running = engine.submit(PROMPT, max_new_tokens=5, logits_processor=[block])
-        assert entered.wait(600)
+        assert block.entered.wait(600)
         change(model)
         new = engine.submit(PROMPT, **CASE.settings)
-        go.set()
+        block.go.set()
         with pytest.raises(WeightsChangedError):
             running.result(600)
         assert new.result(600).sequences.tolist() == after
@@ -258,27 +269,20 @@ def test_requests_that_begin_while_others_run_seldom_read_all_weights(
         read_all(storage, model)
 
     monkeypatch.setattr(KVStorage, "check_all_weights", counted)
-    entered, go = threading.Event(), threading.Event()
-
-    def block(input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        entered.set()
-        assert go.wait(600)
-        return scores
-
+    block = Block()
     with Engine(model) as engine:
         first = engine.submit(PROMPT, max_new_tokens=12, logits_processor=[block])
-        assert entered.wait(600)
+        assert block.entered.wait(600)
         before = reads
         others = [engine.submit(PROMPT, max_new_tokens=count) for count in (2, 3, 4)]
-        go.set()
+        block.go.set()
         for handle in [*others, first]:
             handle.result(600)
         assert reads == before + 1, "as the last one ended"
-        entered.clear()
-        go.clear()
+        block.close()
         running = engine.submit(PROMPT, max_new_tokens=5, logits_processor=[block])
-        assert entered.wait(600)
+        assert block.entered.wait(600)
         _scale_data(model)
-        go.set()
+        block.go.set()
         with pytest.raises(WeightsChangedError):
             running.result(600)

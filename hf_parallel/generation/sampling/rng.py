@@ -87,9 +87,9 @@ def draw(probs: torch.Tensor, rngs: Sequence[RowRNG]) -> torch.Tensor:
     CannotDrawError
         If the highest probability of a row is zero or not finite. Only on the CPU, without the Triton backend.
     """
-    if probs.device.type != "cpu" or can_race(probs.device):
-        return _race(probs, next_keys(rngs, probs.device))
     keys = next_keys(rngs, probs.device)
+    if probs.device.type != "cpu" or can_race(probs.device):
+        return _race(probs, keys)
     tokens = _race_on_cpu(probs.detach(), keys)
     if tokens is None:
         for rng in rngs:
@@ -101,18 +101,12 @@ def draw(probs: torch.Tensor, rngs: Sequence[RowRNG]) -> torch.Tensor:
 
 def draw_among_each(candidates: Sequence[Candidates], rngs: Sequence[RowRNG]) -> torch.Tensor:
     """Sample one token for each row, `int64 [rows]`, on the CPU, with the same result as `draw`."""
-    keys = next_keys(rngs, torch.device("cpu"))
-    if native.is_available():
-        winners = []
-        for (ids, probs), key in zip(candidates, keys.split(1), strict=True):
-            winner = native.race(probs[None].contiguous(), key, ids.long().contiguous())
-            assert winner is not None, "candidates have positive probabilities"
-            winners.append(winner)
-        return torch.cat(winners)
-    tokens = []
-    for (ids, probs), key in zip(candidates, keys.tolist(), strict=True):
-        tokens.append(_winner(ids.numpy(), probs.numpy(), key))
-    return torch.tensor(tokens, dtype=torch.int64)
+    winners = []
+    for (ids, probs), key in zip(candidates, next_keys(rngs, torch.device("cpu")).split(1), strict=True):
+        winner = _race_on_cpu(probs[None], key, ids.long())
+        assert winner is not None, "candidates have positive probabilities"
+        winners.append(winner)
+    return torch.cat(winners)
 
 
 def _race(probs: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
@@ -123,20 +117,23 @@ def _race(probs: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
     return (probs / exponential_noise(keys[:, None], every)).argmax(dim=-1)
 
 
-def _race_on_cpu(probs: torch.Tensor, keys: torch.Tensor) -> torch.Tensor | None:
-    """Return the winners; None if the highest probability of a row is zero or not finite."""
+def _race_on_cpu(probs: torch.Tensor, keys: torch.Tensor, ids: torch.Tensor | None = None) -> torch.Tensor | None:
+    """Return the winners over `probs [rows, n]`; None if the highest probability of a row is zero or not finite.
+
+    `ids` are the tokens int64 `[n]`, by default 0, 1, ....
+    """
     if native.is_available():
-        return native.race(probs.contiguous(), keys)
+        return native.race(probs.contiguous(), keys, None if ids is None else ids.contiguous())
     # In NumPy: waking a second thread takes longer than the work on the few tokens that can win.
     rates = probs.numpy()
     best = rates.max(axis=-1, keepdims=True)
     if not ((best > 0) & (best < np.inf)).all():
         return None
     can_win = rates > best * np.float32(_NEGLIGIBLE)
+    tokens = np.arange(rates.shape[1]) if ids is None else ids.numpy()
     winners = []
     for row_can_win, row_rates, key in zip(can_win, rates, keys.tolist(), strict=True):
-        tokens = np.flatnonzero(row_can_win)
-        winners.append(_winner(tokens, row_rates[tokens], key))
+        winners.append(_winner(tokens[row_can_win], row_rates[row_can_win], key))
     return torch.tensor(winners, dtype=torch.int64)
 
 
