@@ -3,7 +3,8 @@
 All complete the same prompts with the same weights: several times one prompt (sampled), and different questions over a
 few system prompts (greedy). Other engines read the model's GGUF file, each in an environment of its own, which the
 first run creates. Each case starts a process per engine, and its rounds interleave them. CPU seconds are those of the
-process. With `--threads 1`, other work on the machine changes them little.
+process. With `--threads 1`, other work on the machine changes them little. `--shape` measures random weights in the
+shape of another model, in the formats of the demo model's file.
 """
 
 from __future__ import annotations
@@ -27,20 +28,24 @@ import torch
 
 from hf_parallel.files import cache_folder
 from hf_parallel.models.loading.embedded import _find_gguf_file
+from hf_parallel.models.loading.gguf_file import gguf_file, load_tokenizer
 from hf_parallel.progress import progress_bar
 
 from .engine import question, system_prompt
+from .engine_parts.shapes import SHAPES, random_model
 from .report import set_up
 
 SIZES: dict[str, Any] = {"ways": "ours,packed,packed_int8,openvino,llama_cpp,generate_batch,generate"}
 SIZES |= {"cases": "2048:1,4,16,64 512:1,16", "questions": 16, "systems": 4, "system_tokens": 512}
-SIZES |= {"new_tokens": 32, "rounds": 3, "seconds": 960.0, "limit": 100.0, "gguf": ""}
+SIZES |= {"new_tokens": 32, "rounds": 3, "seconds": 960.0, "limit": 100.0, "gguf": "", "shape": ""}
 """`ways`: `packed` is ours with `weights="packed"`, `packed_int8` also with activations in 8 bits. `cases`: lengths of
 prompts, and numbers of rows. `questions`: different ones over `systems` system prompts of `system_tokens` (0: none).
 `rounds` of a case: fewer if its part of the `seconds` is over; nothing runs longer than the `seconds`. `limit`: seconds
-that a call may be expected to take. `gguf`: file with the weights of `--model`."""
+that a call may be expected to take. `gguf`: file with the weights of `--model`, which may be one itself. `shape`: see
+`HELP`."""
 QUICK: dict[str, Any] = {"ways": "ours,generate,generate_batch", "cases": "24:1,3", "new_tokens": 4}
 QUICK |= {"questions": 4, "systems": 2, "system_tokens": 24, "rounds": 1}
+HELP = {"shape": f"random weights in the shape of another model, written once to the cache folder: {', '.join(SHAPES)}"}
 PACKAGES = {"llama_cpp": "xllamacpp==2026.10.11549", "openvino": "openvino-genai==2026.4.1.0"}
 """Packages of the ways that run in an environment of their own."""
 WARM_UP = 16
@@ -100,8 +105,16 @@ def environment(way: str) -> str:
 
 
 def load(options: argparse.Namespace) -> tuple[None, Any]:
-    """Return the tokenizer. Each process loads its model; here, the embedded one is converted."""
-    return None, set_up(options)[1]
+    """Return the tokenizer. Each process loads its model; here, the embedded one is converted, and a shape written."""
+    if not options.shape:
+        return None, set_up(options)[1]
+    if options.model or options.gguf:
+        raise ValueError("--shape is a model of its own: it takes no --model and no --gguf")
+    if options.threads:
+        torch.set_num_threads(options.threads)
+    file = random_model(options.shape)
+    options.model = str(file)
+    return None, load_tokenizer(file)
 
 
 def run(model: None, tokenizer: Any, sizes: Any) -> dict[str, Any]:
@@ -122,7 +135,10 @@ def run(model: None, tokenizer: Any, sizes: Any) -> dict[str, Any]:
             case, [way for way in ways if way not in broken], tokenizer, sizes, seconds, ends, known, broken
         )
         entries.append(case | {"ways": {way: found.get(way, {"not_measured": broken.get(way)}) for way in ways}})
-    return {"packages": {way: PACKAGES[way] for way in ways if way in PACKAGES}, "cases": entries}
+    report = {"packages": {way: PACKAGES[way] for way in ways if way in PACKAGES}, "cases": entries}
+    if sizes.shape:
+        report["model"] = f"{sizes.shape}, random weights"
+    return report
 
 
 def measure(
@@ -137,8 +153,7 @@ def measure(
 ) -> dict[str, Any]:
     """Return the figures of the ways, whose rounds go on for `seconds`; extend `known` and `broken`."""
     began, threads, rows = time.monotonic(), torch.get_num_threads(), case["rows"] * case["questions"]
-    gguf = sizes.gguf or ("" if sizes.model else str(_find_gguf_file()[0]))
-    settings = {"model": sizes.model, "gguf": gguf, "threads": threads, "rows": rows}
+    settings = {"model": sizes.model, "gguf": weights_file(sizes), "threads": threads, "rows": rows}
     workers: dict[str, Worker] = {}
     replies: dict[str, list[dict[str, Any]]] = {way: [] for way in ways}
     found: dict[str, Any] = {}
@@ -174,6 +189,14 @@ def measure(
     for worker in workers.values():
         worker.close()
     return found
+
+
+def weights_file(sizes: Any) -> str:
+    """Return the GGUF file that other engines read, or an empty string."""
+    if sizes.gguf:
+        return str(sizes.gguf)
+    file = gguf_file(sizes.model) if sizes.model else _find_gguf_file()[0]
+    return str(file or "")
 
 
 def started(way: str, settings: dict[str, Any], ends: float, broken: dict[str, str]) -> Worker:

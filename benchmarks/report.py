@@ -39,15 +39,16 @@ def run_benchmark(module: Any, arguments: Sequence[str]) -> int:
     """Run a benchmark with these options of the command line; write and print the report; return the exit status.
 
     A benchmark is a module with a function `run(model, tokenizer, sizes)`, which returns entries of the report. `SIZES`
-    has the default sizes; numbers and texts are options. `QUICK` has tiny sizes, `TARGETS` the limits of its `ratios`.
-    `load(options)` replaces `set_up`.
+    has the default sizes; numbers and texts are options, and `HELP` may describe them. `QUICK` has tiny sizes,
+    `TARGETS` the limits of its `ratios`. `load(options)` replaces `set_up`.
     """
     name, known = module.__name__.rpartition(".")[2], getattr(module, "SIZES", {})
     parser = new_parser(name, module.__doc__)
+    words = getattr(module, "HELP", {})
     for option, default in known.items():
         if isinstance(default, int | float | str):
             flag = f"--{option.replace('_', '-')}"
-            parser.add_argument(flag, type=type(default), metavar="N", help=f"default: {default}")
+            parser.add_argument(flag, type=type(default), metavar="N", help=words.get(option, f"default: {default}"))
     options = parser.parse_args(arguments)
     given = {option: value for option, value in vars(options).items() if option in known and value is not None}
     sizes = known | (getattr(module, "QUICK", {}) if options.quick else {}) | given
