@@ -70,9 +70,9 @@ def export(
     ------
     TypeError, ValueError
         If `model_or_config` is neither a model nor a config, names no mode, has settings that cannot be stored, or
-        adapters other than one named `default`; if `tokenizer` is no tokenizer.
+        adapters other than one named `default`; if `tokenizer` is not a tokenizer.
     FileExistsError
-        If the folder contains files and is no earlier export.
+        If the folder contains files and is not an earlier export.
     """
     config, model, folder = *_mode_and_model(model_or_config, tokenizer), Path(folder)
     _check_folder(folder)

@@ -106,7 +106,7 @@ class Finisher:
     Parameters
     ----------
     tokens : int, optional
-        Maximum number of tokens of its answer, which do not count towards the budget. 0: no finisher. The paper uses 16
+        Maximum number of tokens of its answer, which do not count toward the budget. 0: no finisher. The paper uses 16
         for a number, 64 for a formula and 1024 for a program. Default: the problem's `finisher_tokens`.
     prompt : str, optional
         Text that its answer continues. Default: the problem's `finisher_prompt`, or a text for its `answer_pattern`.

@@ -32,7 +32,7 @@ class PrintedText:
 
 
 class ConsoleStreamer:
-    """Streamer that prints the rows of a call in any mode, one after another, with nothing but `print`.
+    """Streamer that prints the rows of a call in any mode, one after another, using only `print`.
 
     A row is printed as it grows; the next ones follow when it has ended. Rows of one answer, such as the workers of
     hogwild, are printed step by step in the order in which steps end. Texts that a token budget ended are followed by

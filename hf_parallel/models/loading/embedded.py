@@ -60,7 +60,7 @@ def load_embedded_model(
         the model's generation config gives no other value. False: the defaults for larger models.
     weights : str, optional
         `"packed"`: in the blocks of the GGUF file, computed in float32 on a CPU. `"packed_int8"`: the same, and linear
-        layers round their inputs to 8 bits, which is faster (docs/cpu.md). Default: weights in `dtype`.
+        layers quantize their activations to 8 bits, which is faster (docs/cpu.md). Default: weights in `dtype`.
 
     Returns
     -------
