@@ -107,7 +107,7 @@ class Replica:
         try:
             return await handle.result_async()
         finally:
-            handle.cancel()  # has an effect if the caller has cancelled
+            handle.cancel()  # has an effect if the caller has canceled
 
     async def stream(self, prompt, **settings):
         """Yield pieces of text; call it with `handle.options(stream=True)`."""

@@ -163,7 +163,7 @@ ROUTERS = ("dispersed", "clustered", "hybrid", "random")
 
 @dataclass
 class PeerMessage:
-    """A summary that a path has written, and what it has read afterwards."""
+    """A summary that a path has written, and what it has read afterward."""
 
     text: str
     read: list[int] = field(default_factory=list)

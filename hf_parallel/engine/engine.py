@@ -514,7 +514,7 @@ class Engine:
             self._step()
 
     def _accept(self) -> bool:
-        """Wait for work, and take what was submitted, cancelled and posted. Return False if the engine is to end."""
+        """Wait for work, and take what was submitted, canceled and posted. Return False if the engine is to end."""
         with self._changed:
             while not self._submitted and not self._scheduler.is_busy and not self._posted:
                 if self.is_closing:
@@ -536,7 +536,7 @@ class Engine:
         self._storage.leases.expire()
         for request in cancelled:
             if not request.is_done:
-                self._call(request, request.fail, RequestCancelledError("the request was cancelled"))
+                self._call(request, request.fail, RequestCancelledError("the request was canceled"))
         self._keep_forked(submitted)
         return True
 

@@ -326,7 +326,7 @@ def grow(
 ) -> list[RolloutTree]:
     """Sample trees in an open engine, all at the same time. `settings` returns those of a node, for `Engine.submit`.
 
-    If a request fails, or a tree raises an error, the other requests are cancelled.
+    If a request fails, or a tree raises an error, the other requests are canceled.
     """
     engine.check_blocking()
     waiting: dict[Future[None], tuple[GrowingTree, GrowingNode, RequestHandle]] = {}

@@ -48,7 +48,7 @@ class Limits:
     """Open connections, with or without requests; fewer if the process may open fewer files. Above the limit, the one
     that was idle longest is closed."""
     unread_seconds: float = 60.0
-    """Seconds after which an answer is cancelled if its client reads nothing."""
+    """Seconds after which an answer is canceled if its client reads nothing."""
     rows: int = 64
     """Rows of a request: answers times rows of the mode per answer."""
     tokens: int | None = None

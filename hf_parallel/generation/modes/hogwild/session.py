@@ -155,7 +155,7 @@ class HogwildSession:
     def finish(self) -> HogwildOutput:
         """Stop all workers and, if none has answered, let the early finisher answer. Return the final output.
 
-        Afterwards only `output` and the properties can be used, even if `finish` raises.
+        Afterward only `output` and the properties can be used, even if `finish` raises.
         """
         self._check_open()
 
