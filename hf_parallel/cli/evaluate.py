@@ -18,10 +18,11 @@ from hf_parallel.evaluation import TASKS, Finisher, Run, format_table, load_prob
 from hf_parallel.evaluation.judge import Judge
 from hf_parallel.evaluation.plots import FORMATS, check_matplotlib, save_plots
 from hf_parallel.evaluation.results import key_of
-from hf_parallel.evaluation.runs import NO_MODE, TEMPLATE, check_sweep
+from hf_parallel.evaluation.runs import TEMPLATE, check_sweep
 from hf_parallel.evaluation.tasks import check_task
 from hf_parallel.files import JSONObject
 from hf_parallel.generation import MODES
+from hf_parallel.generation.modes import NO_MODE
 from hf_parallel.generation.validation import suggestion
 
 TASK = "task"  # prefix of settings of the task in `--set`
@@ -37,7 +38,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--count", type=int, metavar="N", help="number of problems (all of the source; 100 generated ones)")
     add = parser.add_argument_group("what is compared").add_argument
     modes = [mode for mode, cls in MODES.items() if not cls.traits.needs_logits_cache]
-    words = f"{', '.join(modes)}, or {NO_MODE} (plain generate); may be repeated"
+    words = f"{', '.join(modes)}, or {NO_MODE} (plain `generate`); may be repeated"
     words += f"; default: {NO_MODE}, if --set names no mode"
     add("--mode", action="append", default=[], metavar="MODE", help=words)
     words = "a setting with one or more values, see below"

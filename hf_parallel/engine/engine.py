@@ -219,7 +219,7 @@ class Engine:
             Text, a chat, token ids `[length]` or `[rows, length]`, or `input_ids` with `attention_mask`. The chat
             template is applied to a chat, and to text if the mode has a prompt builder (see `build_prompt`).
         generation_mode : str, optional
-            None: plain generation, with the same tokens as `model.generate`.
+            None: as plain `generate`, with the same tokens.
         priority : int
             Requests of higher priority run first.
         submitter : hashable, optional

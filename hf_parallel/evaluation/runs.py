@@ -9,13 +9,11 @@ from pathlib import Path
 from hf_parallel.evaluation.tasks.base import Problem
 from hf_parallel.generation.arguments import GENERATION_SETTINGS
 from hf_parallel.generation.config import ParallelConfig, check_setting_names, make_config
-from hf_parallel.generation.modes import BOXED, HogwildConfig
+from hf_parallel.generation.modes import BOXED, NO_MODE, HogwildConfig
 from hf_parallel.generation.prompts import check_template_kwargs
 from hf_parallel.generation.registry import MODES
 from hf_parallel.generation.validation import check_int, check_text, json_error
 
-NO_MODE = "none"
-"""Mode in the results of plain `generate`."""
 RESERVED = (
     *("seed", "max_new_tokens", "max_length", "num_return_sequences", "return_dict_in_generate"),
     *("streamer", "tokenizer", "parallel_config", "generation_mode"),

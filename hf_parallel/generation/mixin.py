@@ -74,8 +74,8 @@ class ParallelGenerationMixin:
             Arguments of `transformers.GenerationMixin.generate`, settings of the mode, and
 
             generation_mode : str, optional
-                Name of the mode. None: plain generation, whatever `generation_config` says. Default:
-                `generation_config.generation_mode`, or plain generation.
+                Name of the mode. None: plain `generate`, whatever `generation_config` says. Default:
+                `generation_config.generation_mode`, or plain `generate`.
             parallel_config : ParallelConfig or dict, optional
                 The mode's settings in one object. Precedence: keyword arguments, `parallel_config`,
                 `generation_config.parallel_config`, the setting `preset`.

@@ -70,10 +70,10 @@ def test_a_source_without_a_valid_prompt_raises(
         (["x", "--lines"], "--lines"),
         (["x", "--mode", "hogwild", "--set", "num_worker=3"], "did you mean 'num_workers'?"),
         (["x", "--set", "logits_cache=1"], "--logits-cache"),
-        (["x", "--mode", "generate", "--set", "layout=combined"], "'layout'"),
+        (["x", "--mode", "none", "--set", "layout=combined"], "'layout'"),
         (["x", "--greedy", "--set", "top_p=0.5"], "do_sample=False .* top_p"),
         (["x", "--mode", "best_of", "--logits-cache", "f"], "--logits-cache .* --mode best_of"),
-        (["x", "--mode", "generate", "-o", "run.json"], "-o .* --mode generate"),
+        (["x", "--mode", "none", "-o", "run.json"], "-o .* --mode none"),
         (["x", "-o", "/nowhere/run.json"], "/nowhere"),
         (["x", "--batch-size", "0"], "at least 1, got 0"),
         (["x", "--device", "cuda:99"], "--device cuda:99"),
@@ -106,7 +106,7 @@ def test_only_given_settings_are_passed_on_so_that_presets_can_fill_in_the_other
     assert settings == {"do_sample": False, "max_length": 30}
 
 
-@pytest.mark.parametrize("mode", [*MODES, "generate"])
+@pytest.mark.parametrize("mode", [*MODES, "none"])
 def test_every_mode_describes_its_settings(capsys: pytest.CaptureFixture[str], mode: str) -> None:
     assert cli.main(["generate", "--mode", mode, "--settings"]) == 0
     printed = capsys.readouterr().out
