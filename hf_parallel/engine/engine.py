@@ -74,7 +74,7 @@ class Engine:
     ----------
     model : PreTrainedModel
         The engine has exclusive use of the model while it is open: other calls of `model.generate` with a mode raise an
-        error or wait (see `enable`). The model is enabled if necessary.
+        error. The model is enabled if necessary.
     tokenizer : PreTrainedTokenizerBase, optional
         Encodes text prompts, decodes text, and serves modes that need a tokenizer.
     max_kv_bytes : int, optional
