@@ -27,7 +27,7 @@ from typing import Any
 import torch
 
 from hf_parallel.files import cache_folder
-from hf_parallel.models.loading.embedded import _find_gguf_file
+from hf_parallel.models.loading.demo_file import find_demo_file
 from hf_parallel.models.loading.gguf_file import gguf_file, load_tokenizer
 from hf_parallel.progress import progress_bar
 
@@ -195,7 +195,7 @@ def weights_file(sizes: Any) -> str:
     """Return the GGUF file that other engines read, or an empty string."""
     if sizes.gguf:
         return str(sizes.gguf)
-    file = gguf_file(sizes.model) if sizes.model else _find_gguf_file()[0]
+    file = gguf_file(sizes.model) if sizes.model else find_demo_file()[0]
     return str(file or "")
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from matplotlib import pyplot
 
 sys.path.append(str(Path(__file__).parent.parent))  # for benchmarks
 
@@ -45,8 +46,6 @@ def answer(model: Any, tokenizer: Any) -> tuple[list[str], np.ndarray]:
 
 def draw(tokens: list[str], uncertainty: np.ndarray, path: Path) -> int:
     """Draw a bar per step, hotspots in red; return the number of hotspots."""
-    from matplotlib import pyplot
-
     policy = Hotspot()
     scores = policy.scores(uncertainty)
     hot = policy.draws(uncertainty, 0)

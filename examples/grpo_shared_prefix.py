@@ -1,6 +1,6 @@
 """GRPO with each prompt computed once, compared with TRL. Run: python examples/grpo_shared_prefix.py
 
-The reward is the proportion of words of at most three letters. Needs `pip install '.[train]'` from a clone.
+The reward is the proportion of words of at most three letters. Needs the extra `train` (docs/install.md).
 """
 
 import copy

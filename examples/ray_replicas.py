@@ -1,6 +1,6 @@
 """Replicas of an engine, by Ray Serve. Run: python examples/ray_replicas.py
 
-Needs `pip install '.[ray]'` from a clone. Ray places, restarts and scales the replicas, on one or many machines. Each
+Needs the extra `ray` (docs/install.md). Ray places, restarts and scales the replicas, on one or many machines. Each
 holds the whole model and an `Engine`. The router prefers the replica that has computed the beginning of the prompt.
 """
 
@@ -107,7 +107,7 @@ class Replica:
         try:
             return await handle.result_async()
         finally:
-            handle.cancel()  # has an effect if the caller has cancelled
+            handle.cancel()  # has an effect if the caller has canceled
 
     async def stream(self, prompt, **settings):
         """Yield pieces of text; call it with `handle.options(stream=True)`."""

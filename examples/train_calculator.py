@@ -4,7 +4,7 @@ A question is a sum, a difference or a product, such as `37*46`. The right answe
 "multiply", "arguments": {"a": 37, "b": 46}}</call>`, whose result the model repeats. A model of two layers is first
 trained on conversations in which the answer is guessed half of the time, and a wrong tool is called in a fifth. Then
 GRPO rewards right answers, with rollouts and loss by `SharedPrefixGRPOTrainer`. `--compare STEPS` trains with TRL's
-trainer, too. Needs `pip install '.[train]'` from a clone.
+trainer, too. Needs the extra `train` (docs/install.md).
 """
 
 import argparse

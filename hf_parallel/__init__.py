@@ -1,7 +1,7 @@
 """Parallel generation over a shared KV cache, for Hugging Face Transformers.
 
 Public names are imported when they are first used, as the import of torch takes seconds. `__init__.pyi` lists them with
-their modules. CONTRIBUTING.md has the folders, and the way of a call from `generate` to a kernel.
+their modules. CONTRIBUTING.md describes the folders, and the path of a call from `generate` to a kernel.
 """
 
 from hf_parallel.lazy import lazy_names

@@ -38,7 +38,7 @@ WEIGHTS = (
     *("model.safetensors", "model.safetensors.index.json", "model-?????-of-?????.safetensors"),
     *("adapter_config.json", "adapter_model.safetensors"),
 )
-INSTALL = "hf_parallel is not on PyPI: install its wheel, or run `pip install .` in a clone of its repository"
+INSTALL = "hf_parallel is not on PyPI: build its wheel in a clone of its repository, as docs/install.md there describes"
 EXAMPLE_MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
 _HUB_ARGUMENTS = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token")
 CODE_TEMPLATE = Path(__file__).with_name("hub_generate.txt")
@@ -70,9 +70,9 @@ def export(
     ------
     TypeError, ValueError
         If `model_or_config` is neither a model nor a config, names no mode, has settings that cannot be stored, or
-        adapters other than one named `default`; if `tokenizer` is no tokenizer.
+        adapters other than one named `default`; if `tokenizer` is not a tokenizer.
     FileExistsError
-        If the folder contains files and is no earlier export.
+        If the folder contains files and is not an earlier export.
     """
     config, model, folder = *_mode_and_model(model_or_config, tokenizer), Path(folder)
     _check_folder(folder)

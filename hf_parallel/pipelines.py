@@ -40,7 +40,7 @@ class ParallelTextGenerationPipeline(TextGenerationPipeline):
     model : PreTrainedModel
         Model that generates. It is passed to `hf_parallel.enable`.
     generation_mode : str, optional
-        Name of the mode. Default: `generation_config.generation_mode` of the model, or plain generation.
+        Name of the mode. Default: `generation_config.generation_mode` of the model, or plain `generate`.
     prompt_helper : bool
         Whether the mode's instructions (`ModePrompt.rules`) are added to prompts, as `build_prompt` does.
         If False, and in modes without instructions, strings are used unchanged, and chats are formatted with the chat
@@ -171,7 +171,7 @@ class ParallelTextGenerationPipeline(TextGenerationPipeline):
         log_probs = generate_kwargs.pop("log_probs", False)
         if config is None:
             if log_probs:
-                raise ValueError("log_probs=True needs a generation_mode; plain generation has output_logits")
+                raise ValueError("log_probs=True needs a generation_mode; plain generate has output_logits")
             return super()._forward(model_inputs, **generate_kwargs)
         model = _OutputKeeper(self.model)
         proxy: Any = copy.copy(self)  # the base class drops all fields but tensors

@@ -37,19 +37,19 @@ ROOMS = {  # files of the package
     "engine": ["engine/*.py", "engine/policies/*.py"],
 }
 OTHER_DEVICES = re.compile(r"cuda|triton|flash|ASYNC_DEVICES|\b_backend\b")
-"""A line is not changed if it or a neighbour contains one of these, as it may not run on a CPU."""
+"""A line is not changed if it or a neighbor contains one of these, as it may not run on a CPU."""
 
 OPERATOR = re.compile(r"\bis not\b|\bnot in\b|\b(?:is|in|and|or)\b|[<>=!]=|\*\*|//|[-+*/%&|<>]")
 CHANGED = {"<": "<=", "<=": "<", ">": ">=", ">=": ">", "==": "!=", "!=": "==", "is": "is not", "is not": "is"}
 CHANGED |= {"in": "not in", "not in": "in", "and": "or", "or": "and", "&": "|", "|": "&"}
 CHANGED |= {"+": "-", "-": "+", "*": "+", "//": "*", "/": "*", "%": "+"}
 UNCHECKED = ast.Raise | ast.Assert | ast.Import | ast.ImportFrom | ast.JoinedStr
-"""Nodes without behaviour that a test should pin down, such as the wording of errors."""
+"""Nodes without behavior that a test should pin down, such as the wording of errors."""
 
 
 @dataclass(frozen=True)
 class Mutation:
-    """Change of one line. `before` and `after` are the line between its neighbours, which identify it."""
+    """Change of one line. `before` and `after` are the line between its neighbors, which identify it."""
 
     room: str
     file: str
@@ -59,7 +59,7 @@ class Mutation:
 
 
 def mutations_of(room: str, path: Path, root: Path) -> Iterator[Mutation]:
-    """Yield all mutations of the lines of a file that their neighbours identify."""
+    """Yield all mutations of the lines of a file that their neighbors identify."""
     source = path.read_text(encoding="utf-8")
     lines = ["", *source.encode().split(b"\n"), ""]  # offsets of `ast` are in UTF-8
     for number, begin, end, text in changes(ast.parse(source)):

@@ -80,7 +80,7 @@ def chat(system: str) -> list[dict[str, str]]:
     return [{"role": "system", "content": system}, {"role": "user", "content": TASK}]
 
 
-# Each place gets a chat or a text, a mode (None: plain generation) and variables, and returns the text of the prompt.
+# Each place gets a chat or a text, a mode (None: plain `generate`) and variables, and returns the text of the prompt.
 
 
 def of_engine(engine: Engine, given: Any, mode: str | None, template: Any) -> str:

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from benchmarks.gpu_parts.models import CONFIGS, head_dim
 from hf_parallel.files import atomic_file, cache_folder
-from hf_parallel.models.loading.embedded import _find_gguf_file
+from hf_parallel.models.loading.demo_file import find_demo_file
 from hf_parallel.models.loading.gguf_file import ARCHITECTURES
 from hf_parallel.progress import progress_bar
 
@@ -66,7 +66,7 @@ def write(config: PreTrainedConfig, file: Path, title: str = "random weights") -
     """
     import gguf
 
-    demo = gguf.GGUFReader(_find_gguf_file()[0])
+    demo = gguf.GGUFReader(find_demo_file()[0])
     writer = gguf.GGUFWriter(file, config.model_type)
     writer.add_name(title)
     _add_sizes(writer, config)

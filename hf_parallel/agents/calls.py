@@ -119,7 +119,7 @@ async def next(handle: AgentHandle) -> Any:
     AgentError
         If it fails.
     AgentCancelledError
-        If it was cancelled.
+        If it was canceled.
     """
     _check_live(handle)
     if handle._is_read:
@@ -167,7 +167,7 @@ def _check_live(handle: object) -> None:
     if not isinstance(handle, AgentHandle):
         raise TypeError(f"next, resume and cancel need the handle that spawn returns, got {handle!r}")
     if handle._is_cancelled:
-        raise AgentCancelledError(f"agent {handle.agent_id} was cancelled")
+        raise AgentCancelledError(f"agent {handle.agent_id} was canceled")
 
 
 def cancel(handle: AgentHandle) -> None:
@@ -226,7 +226,7 @@ async def tool(
         if not done:
             raise ToolError(f"tool {name} failed: took more than {timeout} seconds")
         if task.cancelled():
-            raise ToolError(f"tool {name} failed: it was cancelled")
+            raise ToolError(f"tool {name} failed: it was canceled")
         cause = task.exception()
         if cause is not None:
             raise ToolError(f"tool {name} failed: {cause!r}") from cause

@@ -105,7 +105,7 @@ def _words(event: Event) -> tuple[str, str] | None:
         case "error":
             return "failed: ", data["error"]
         case "cancel":
-            return "cancelled", ""
+            return "canceled", ""
     return None
 
 

@@ -17,7 +17,7 @@ class AgentEndedError(RuntimeError):
 
 
 class AgentCancelledError(RuntimeError):
-    """Raised by `next` if the agent was cancelled."""
+    """Raised by `next` if the agent was canceled."""
 
 
 class ReplayError(RuntimeError):

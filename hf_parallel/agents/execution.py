@@ -26,7 +26,7 @@ class Context:
     """Context of operations: an `Execution`, or a state that a value function evaluates, which has no choices."""
 
     is_running = True
-    """Whether a transition or a replay is running and has not been cancelled."""
+    """Whether a transition or a replay is running and has not been canceled."""
 
     def __init__(self, search: Any, state: State) -> None:
         self.search = search
@@ -157,7 +157,7 @@ async def perform(
             raise
     elif isinstance(entry.error, asyncio.CancelledError):
         if frame.is_main:
-            raise frame.departure("an operation was cancelled, as by asyncio.timeout, which cannot be replayed")
+            raise frame.departure("an operation was canceled, as by asyncio.timeout, which cannot be replayed")
         await asyncio.get_running_loop().create_future()  # until `gather` cancels it again
     return entry.result()
 
@@ -199,7 +199,7 @@ async def run_aside(context: Context, awaitable: Coroutine[object, None, T]) -> 
     try:
         return await asyncio.get_running_loop().create_task(frame.run(awaitable))
     finally:
-        awaitable.close()  # if it was cancelled before it began
+        awaitable.close()  # if it was canceled before it began
 
 
 class Execution(Context):

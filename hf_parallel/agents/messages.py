@@ -60,19 +60,19 @@ async def pacore(
 ) -> str:
     """Answer the last message of a chat in rounds (PaCoRe: Parallel Coordinated Reasoning, 2026, arXiv 2601.05593).
 
-    The answers of a round are messages to the next, which has the question and its messages as its prompt. The last
-    round has one answer, which is appended to the chat, and returned. An answer is begun when its messages are there.
-    The model needs `do_sample=True`, or the answers of a round are equal.
+    The answers of a round become messages for the next round, whose prompts consist of the question and these messages.
+    The last round has one answer, which is appended to the chat and returned. An answer begins as soon as its messages
+    have arrived. The model needs `do_sample=True`, or the answers of a round are equal.
 
     Parameters
     ----------
     chat : Chat
         A conversation that ends with the user's message.
     rounds : list of int
-        Number of answers of each round but the last. The paper: `(4,)`, `(16,)` and `(32, 4)`.
+        Number of answers of each round except the last. The paper: `(4,)`, `(16,)` and `(32, 4)`.
     reads : int, optional
-        Maximum number of messages that an answer reads. They are of other answers for each, so that it need not wait
-        for the slowest of the round. The last answer reads all. Default: all.
+        Maximum number of messages that an answer reads. Each answer reads another selection, so it need not wait for
+        the slowest answer of the round. The last answer reads all. Default: all.
     prompt, reference : str
         Prompt of later rounds, with `{question}` and `{references}`, and each message in it, with `{number}` and
         `{text}`.
@@ -163,7 +163,7 @@ ROUTERS = ("dispersed", "clustered", "hybrid", "random")
 
 @dataclass
 class PeerMessage:
-    """A summary that a path has written, and what it has read afterwards."""
+    """A summary that a path has written, and what it has read afterward."""
 
     text: str
     read: list[int] = field(default_factory=list)
@@ -198,9 +198,10 @@ async def leap(
 ) -> list[PeerPath]:
     """Answer the last message of a chat by paths that read each other's summaries (LeaP, 2025, arXiv 2505.07787).
 
-    After `interval` tokens, a path writes a summary, reads those of its peers, and continues. A path that has written
-    `</think>`, or has ended, exchanges no more. The other tokens of `max_new_tokens`, summaries excluded, are written
-    without exchange. The paths need `do_sample=True`, or all are equal. Nothing is appended to the chat.
+    After `interval` tokens, a path writes a summary, reads the summaries of its peers, and continues. A path that has
+    written `</think>`, or has ended, takes no further part in the exchange. After the last exchange, paths continue up
+    to `max_new_tokens`, which includes summaries. The paths need `do_sample=True`, or all are equal. Nothing is
+    appended to the chat.
 
     Parameters
     ----------
@@ -209,15 +210,16 @@ async def leap(
     paths : int
         Number of paths.
     interval : int
-        Tokens between exchanges. Then the text is cut at its last blank line, as in the authors' script: of an interval
-        without one, nothing is left but what was read before.
+        Tokens between exchanges. At an exchange, the text is cut at its last blank line, as in the authors' script.
+        After the first exchange, an interval without a blank line is therefore dropped entirely.
     exchanges : int
         Maximum number of exchanges.
     peers : int
         Maximum number of summaries that a path reads.
     router : {"dispersed", "clustered", "hybrid", "random"}
-        Which summaries: those that are least similar to its own, most similar, half of each, or of random paths. With
-        `random`, a path waits for these only; otherwise for the summaries of all that still exchange.
+        Which summaries a path reads: the least similar to its own, the most similar, half of each, or the summaries of
+        random paths. With `random`, it waits for these only; otherwise for the summaries of all paths that still take
+        part.
     summary_max_new_tokens : int
         Maximum number of tokens of a summary.
     starts_summary : bool
@@ -225,7 +227,7 @@ async def leap(
     opening : str
         First text of every path.
     triggers, summaries : list of str
-        Texts of which one, at random, asks for a summary, and one begins it.
+        Texts that ask for a summary, and texts that begin it. One of each is chosen at random.
     **settings
         Settings of `Chat.gen`.
 

@@ -50,7 +50,7 @@ class Runtime:
     ----------
     engine : Engine or Model
         An open engine, or an object with the methods of `agents.Model`. An engine without a policy gets a
-        `ContributionPolicy`, which admits and keeps what the agents contribute most with.
+        `ContributionPolicy`, which prefers requests and prefixes of the agents that contribute most.
     seed : int
         Seed of all completions and random numbers. Equal runs give equal results, however their requests interleave.
     logits_cache : LogitsCache or bool

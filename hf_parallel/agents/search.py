@@ -47,7 +47,7 @@ class Search:
         """Wait for the final state."""
         await asyncio.wait([self.task])
         if self.task.cancelled():
-            raise AgentCancelledError(f"agent {self.agent_id} was cancelled")
+            raise AgentCancelledError(f"agent {self.agent_id} was canceled")
         return self.task.result()
 
     @property
@@ -141,7 +141,7 @@ class Search:
                         running.append((state, child, task))
                 if not running:
                     break
-                parent, child, task = running[0]  # removed afterwards: it is cancelled with the others
+                parent, child, task = running[0]  # removed afterward: it is canceled with the others
                 await asyncio.wait([task])
                 running.popleft()
                 task.result()

@@ -25,7 +25,7 @@ class Event:
         Seconds since the run began. Events with a duration (`gen`, `tool`, `next`) are recorded at their end, and have
         `begin` in their data.
     agent
-        Id of the agent instance, such as `solve#0`. Those of its children begin with it: `solve#0/gather#1`.
+        Id of the agent instance, such as `solve#0`. The ids of its children begin with it: `solve#0/gather#1`.
     kind
         `spawn`, `gen`, `tool`, `next`, `resume`, `yield`, `state` (of a search, with its `value` and whether it was
         `committed` or `selected`), `end`, `error`, `cancel`, `kv` (`bytes` of the KV cache) or `scores` (contribution
@@ -48,7 +48,7 @@ class AgentUsage:
     """What the agents of one role have used in a run."""
 
     agents: int = 0
-    """Instances, copies in other paths of a search included."""
+    """Instances, including copies in other paths of a search."""
     requests: int = 0
     """Requests for completions."""
     tokens: int = 0

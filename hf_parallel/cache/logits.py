@@ -51,8 +51,8 @@ class LogitsCache:
     Parameters
     ----------
     max_bytes : int
-        Budget of all nodes together, which they never exceed. The least recently used leaf is evicted first; what
-        cannot make room for itself is not stored.
+        Budget of all nodes together, which is never exceeded. The least recently used leaf is evicted first. Logits
+        that do not fit even so are not stored.
     top_k : int, optional
         Keep only this many of the highest logits per node, and the total probability of the others. This suffices for
         greedy decoding, a `top_k` up to this one, and `top_p` at temperature 1, where a node with too few logits is a

@@ -218,7 +218,7 @@ class Pool:
     def move_state(self, source: Block, target: Block) -> None:
         """Make the state at the end of `source` that of `target`, to whose end its tokens were copied.
 
-        At other positions than its own, or if it has none, `target` has no state afterwards.
+        At other positions than its own, or if it has none, `target` has no state afterward.
         """
         if source.has_state and source.base + source.length == target.base + target.length:
             source.state, target.state = target.state, source.state
@@ -319,7 +319,7 @@ class Pool:
     def move(self, source: Block, target: Block) -> None:
         """Move all tokens of `source` to the end of `target`, with keys rotated to their new positions.
 
-        Copies only these tokens; `source` is empty afterwards. If it has followed `target`, its state is from now on
+        Copies only these tokens; `source` is empty afterward. If it has followed `target`, its state is from now on
         that of `target`. Raises `ValueError` if the blocks are the same, or if positions change and the rotary
         embedding is unknown.
         """

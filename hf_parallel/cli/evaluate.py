@@ -16,12 +16,13 @@ from hf_parallel.cli.serve import kv_budget, parse_bytes
 from hf_parallel.cli.settings import add_template_option, check_generation, parse
 from hf_parallel.evaluation import TASKS, Finisher, Run, format_table, load_problems, read_results, table
 from hf_parallel.evaluation.judge import Judge
-from hf_parallel.evaluation.plots import FORMATS, check_matplotlib, save_plots
+from hf_parallel.evaluation.plots import FORMATS, save_plots
 from hf_parallel.evaluation.results import key_of
-from hf_parallel.evaluation.runs import NO_MODE, TEMPLATE, check_sweep
+from hf_parallel.evaluation.runs import TEMPLATE, check_sweep
 from hf_parallel.evaluation.tasks import check_task
 from hf_parallel.files import JSONObject
 from hf_parallel.generation import MODES
+from hf_parallel.generation.modes import NO_MODE
 from hf_parallel.generation.validation import suggestion
 
 TASK = "task"  # prefix of settings of the task in `--set`
@@ -37,7 +38,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--count", type=int, metavar="N", help="number of problems (all of the source; 100 generated ones)")
     add = parser.add_argument_group("what is compared").add_argument
     modes = [mode for mode, cls in MODES.items() if not cls.traits.needs_logits_cache]
-    words = f"{', '.join(modes)}, or {NO_MODE} (plain generate); may be repeated"
+    words = f"{', '.join(modes)}, or {NO_MODE} (plain `generate`); may be repeated"
     words += f"; default: {NO_MODE}, if --set names no mode"
     add("--mode", action="append", default=[], metavar="MODE", help=words)
     words = "a setting with one or more values, see below"
@@ -84,8 +85,6 @@ def evaluate(options: argparse.Namespace) -> int:
     judge = None if options.judge is None else Judge(*options.judge.split("=", 1))
     check_task(options.task, of_task)  # `load_problems` has arguments of its own, such as `seed`
     problems = load_problems(options.task, options.source, options.count, options.seed, **of_task)
-    if options.plot:
-        check_matplotlib()
     check_sweep(problems, runs, budgets, common, options.seed, options.samples, options.concurrent)
     on_cpu = options.device == "cpu" or not torch.accelerator.is_available()
     state = PartialState(cpu=on_cpu, timeout=PROCESS_TIMEOUT)

@@ -17,14 +17,14 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedTokenizerBase
 
-from hf_parallel.cli.settings import PLAIN, SET_OPTIONS, add_template_option, describe, read_settings
+from hf_parallel.cli.settings import SET_OPTIONS, add_template_option, describe, read_settings
 from hf_parallel.detokenizer import hidden_tokens, visible_text
 from hf_parallel.files import JSONObject, write_atomically
 from hf_parallel.generation import MODES, GenerationStats, ParallelConfig, ParallelOutput, enable
 from hf_parallel.generation.config import make_config
 from hf_parallel.generation.decoding.replay.config import ReplayConfig
 from hf_parallel.generation.mixin import take_parallel_config
-from hf_parallel.generation.modes import PLAIN_MODE
+from hf_parallel.generation.modes import NO_MODE, PLAIN_MODE
 from hf_parallel.generation.printing import ConsoleStreamer
 from hf_parallel.generation.prompts import check_unused_template_kwargs, encode_task
 from hf_parallel.generation.sampling.rng import mix
@@ -52,8 +52,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--raw", action="store_true", help="prompts unchanged: no chat template, no instructions of the mode")
     add = parser.add_argument_group("model and mode").add_argument
     add_model_options(add)
-    words = f"{', '.join(MODES)}, or {PLAIN} (no mode); default: {PLAIN_MODE}"
-    add("--mode", default=PLAIN_MODE, choices=[*MODES, PLAIN], metavar="MODE", help=words)
+    words = f"{', '.join(MODES)}, or {NO_MODE} (plain `generate`); default: {PLAIN_MODE}"
+    add("--mode", default=PLAIN_MODE, choices=[*MODES, NO_MODE], metavar="MODE", help=words)
     add("--settings", action="store_true", help="print what the mode does and what its settings mean, and exit")
     words = "a setting of the mode, see --settings, or of generate"
     add("--set", action="append", default=[], metavar="NAME=VALUE", help=words)
@@ -262,15 +262,15 @@ def _read(path: Path, lines: bool) -> list[str]:
 
 def check_options(options: argparse.Namespace) -> None:
     """Raise `ValueError` for invalid options, even if they would fail only after generation."""
-    if options.output is not None and options.mode == PLAIN:
-        raise ValueError(f"-o saves the transcript of a mode, so it cannot be combined with --mode {PLAIN}")
+    if options.output is not None and options.mode == NO_MODE:
+        raise ValueError(f"-o saves the transcript of a mode, so it cannot be combined with --mode {NO_MODE}")
     for option, path in (("-o", options.output), ("--logits-cache", options.logits_cache)):
         if path is not None:
             check_writable(option, path)
     if options.output is not None and options.output.suffix.lower() not in _WRITERS:
         raise ValueError(f"-o {options.output} must end in .json, or in .html or .htm for the page")
-    if options.log_probs and (options.format != "jsonl" or options.mode == PLAIN):
-        raise ValueError(f"--log-probs needs --format jsonl and a mode, not --mode {PLAIN}")
+    if options.log_probs and (options.format != "jsonl" or options.mode == NO_MODE):
+        raise ValueError(f"--log-probs needs --format jsonl and a mode, not --mode {NO_MODE}")
     if options.batch_size < 1:
         raise ValueError(f"--batch-size must be at least 1, got {options.batch_size}")
     if options.lines and options.prompts and "-" not in options.prompts and not options.file:

@@ -1,8 +1,8 @@
 """The command `hf-parallel` and its subcommands.
 
-Each subcommand is a module with `add_options(parser)`, imported when it runs: `--help` imports no torch. Errors are
-printed as one line on stderr with exit status 2 (`--debug`: with a traceback). Ctrl-C exits with 130, a closed pipe
-silently with 1.
+Each subcommand is a module with `add_options(parser)`, imported when it runs: `--help` imports no torch, and a missing
+demo model is an error before that import. Errors are printed as one line on stderr with exit status 2 (`--debug`: with
+a traceback). Ctrl-C exits with 130, a closed pipe silently with 1.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from importlib import import_module
 from pathlib import Path
 
 import hf_parallel
+from hf_parallel.evaluation.packages import check_matplotlib
+from hf_parallel.models.loading.demo_file import find_demo_file
 
 COMMANDS = {
     "generate": (
@@ -37,6 +39,10 @@ COMMANDS = {
     ),
 }
 """Subcommands: what each does, and details."""
+WITH_MODEL = ("generate", "evaluate", "serve")
+"""Subcommands that load a model: the demo model without `--model`."""
+WITHOUT_RUN = {"-h", "--help", "--settings"}
+"""Options with which a subcommand only prints a text."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -74,11 +80,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _run(arguments: list[str]) -> int:
     name = arguments[0] if arguments and arguments[0] in COMMANDS else ""
+    _check_packages(name, arguments)
     options = make_parser(name).parse_args(arguments)
     import transformers
 
     transformers.logging.set_verbosity_error()
     return options.run(options)
+
+
+def _check_packages(command: str, arguments: Sequence[str]) -> None:
+    """Raise `ImportError` if a package that the command needs is missing, before it imports torch for seconds."""
+    given = {argument.partition("=")[0] for argument in arguments}
+    if given & WITHOUT_RUN:
+        return
+    if command in WITH_MODEL and "--model" not in given:
+        find_demo_file()
+    if command == "evaluate" and "--plot" in given:
+        check_matplotlib()
 
 
 def make_parser(command: str = "") -> argparse.ArgumentParser:

@@ -60,7 +60,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--max-log-probs", type=parse_bytes, default=2**20, metavar="N", help=words)
     words = "open connections (1024, or fewer if the process may open fewer files)"
     add("--max-connections", type=int, default=1024, metavar="N", help=words)
-    words = "seconds after which an answer is cancelled if its client reads nothing (60)"
+    words = "seconds after which an answer is canceled if its client reads nothing (60)"
     add("--unread-seconds", type=float, default=60.0, metavar="N", help=words)
     words = "seconds for which the prefix of a stored response stays cached for forks (600)"
     add("--lease-ttl", type=float, default=600.0, metavar="N", help=words)

@@ -17,7 +17,6 @@ from hf_parallel.generation.config import check_setting_names, make_config
 from hf_parallel.generation.presets import SAMPLING_ONLY
 from hf_parallel.generation.prompts import check_template_kwargs
 
-PLAIN = "generate"  # value of `--mode` for `generate` without a mode
 SET_OPTIONS = {
     "max_new_tokens": "maximum number of new tokens of each row (256)",
     "num_return_sequences": "answers per prompt (1)",
@@ -44,7 +43,7 @@ def _template_kwargs(text: str) -> dict[str, object]:
 def describe(mode: str) -> str:
     """Return what a mode does, and the meanings and defaults of its settings."""
     if mode not in MODES:
-        return "No mode: plain `generate` of transformers. Its settings: " + ", ".join(GENERATION_SETTINGS)
+        return "Plain `generate` of transformers, without a mode. Its settings: " + ", ".join(GENERATION_SETTINGS)
     cls = MODES[mode]
     sections = []
     for base in cls.__mro__:

@@ -74,7 +74,7 @@ class Engine:
     ----------
     model : PreTrainedModel
         The engine has exclusive use of the model while it is open: other calls of `model.generate` with a mode raise an
-        error or wait (see `enable`). The model is enabled if necessary.
+        error. The model is enabled if necessary.
     tokenizer : PreTrainedTokenizerBase, optional
         Encodes text prompts, decodes text, and serves modes that need a tokenizer.
     max_kv_bytes : int, optional
@@ -219,7 +219,7 @@ class Engine:
             Text, a chat, token ids `[length]` or `[rows, length]`, or `input_ids` with `attention_mask`. The chat
             template is applied to a chat, and to text if the mode has a prompt builder (see `build_prompt`).
         generation_mode : str, optional
-            None: plain generation, with the same tokens as `model.generate`.
+            None: as plain `generate`, with the same tokens.
         priority : int
             Requests of higher priority run first.
         submitter : hashable, optional
@@ -514,7 +514,7 @@ class Engine:
             self._step()
 
     def _accept(self) -> bool:
-        """Wait for work, and take what was submitted, cancelled and posted. Return False if the engine is to end."""
+        """Wait for work, and take what was submitted, canceled and posted. Return False if the engine is to end."""
         with self._changed:
             while not self._submitted and not self._scheduler.is_busy and not self._posted:
                 if self.is_closing:
@@ -536,7 +536,7 @@ class Engine:
         self._storage.leases.expire()
         for request in cancelled:
             if not request.is_done:
-                self._call(request, request.fail, RequestCancelledError("the request was cancelled"))
+                self._call(request, request.fail, RequestCancelledError("the request was canceled"))
         self._keep_forked(submitted)
         return True
 

@@ -80,7 +80,7 @@ class RequestHandle:
     """
 
     done = False
-    """Whether the request has ended: finished, failed or cancelled."""
+    """Whether the request has ended: finished, failed or canceled."""
     end_tokens: Collection[int] = ()
     """Tokens that end its rows, which are not part of their text."""
     error: BaseException | None = None
@@ -120,7 +120,7 @@ class RequestHandle:
     def result(self, timeout: float | None = None) -> Any:
         """Wait for the end and return the mode's output.
 
-        Raises `TimeoutError` after `timeout` seconds, `concurrent.futures.CancelledError` if the request was cancelled,
+        Raises `TimeoutError` after `timeout` seconds, `concurrent.futures.CancelledError` if the request was canceled,
         its original error if it failed, and `RuntimeError` if waiting would never end: in the code of another request
         of the engine, in the body of `Engine.updating_weights`, or in a fork of its process.
         """
@@ -365,4 +365,4 @@ class RequestHandle:
 
 
 class RequestCancelledError(CancelledError):
-    """Raised by a handle whose request was cancelled."""
+    """Raised by a handle whose request was canceled."""

@@ -1,6 +1,6 @@
 """Collaboration of workers, measured from what they wrote and when, without a judge.
 
-Hogwild! Inference (section 4.3) asks GPT-4o for ratings, and names the proprietary judge as a limit. The figures here
+Hogwild! Inference (section 4.3) asks GPT-4o for ratings, and calls the proprietary judge a limitation. The figures here
 need no model: work that was done twice, workers that speak to each other, and results that others use.
 """
 

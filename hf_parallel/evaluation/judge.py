@@ -1,6 +1,6 @@
 """Judge: a model rates the collaboration of workers from 1 to 6 (Hogwild! Inference, 4.3), or answers from 1 to 5.
 
-`judge` takes any function from a prompt to a reply. `Judge` is that of a sweep.
+`judge` takes any function from a prompt to a reply. `Judge` is the judge of a sweep.
 """
 
 from __future__ import annotations

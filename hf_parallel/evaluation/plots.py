@@ -10,6 +10,7 @@ from itertools import cycle
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from hf_parallel.evaluation.packages import check_matplotlib
 from hf_parallel.evaluation.results import Result, settings_text
 
 if TYPE_CHECKING:
@@ -61,14 +62,6 @@ def save_plots(rows: Sequence[Result], folder: str | Path, suffix: str = "png") 
             draw(rows, name).savefig(path, dpi=120)
             paths.append(path)
     return paths
-
-
-def check_matplotlib() -> None:
-    """Raise `ImportError` if matplotlib is not installed."""
-    try:
-        import matplotlib.figure  # noqa: F401
-    except ImportError as error:
-        raise ImportError("plots need matplotlib, which is not installed: pip install matplotlib") from error
 
 
 def draw(rows: Sequence[Result], name: str) -> Figure:

@@ -9,13 +9,11 @@ from pathlib import Path
 from hf_parallel.evaluation.tasks.base import Problem
 from hf_parallel.generation.arguments import GENERATION_SETTINGS
 from hf_parallel.generation.config import ParallelConfig, check_setting_names, make_config
-from hf_parallel.generation.modes import BOXED, HogwildConfig
+from hf_parallel.generation.modes import BOXED, NO_MODE, HogwildConfig
 from hf_parallel.generation.prompts import check_template_kwargs
 from hf_parallel.generation.registry import MODES
 from hf_parallel.generation.validation import check_int, check_text, json_error
 
-NO_MODE = "none"
-"""Mode in the results of plain `generate`."""
 RESERVED = (
     *("seed", "max_new_tokens", "max_length", "num_return_sequences", "return_dict_in_generate"),
     *("streamer", "tokenizer", "parallel_config", "generation_mode"),
@@ -106,7 +104,7 @@ class Finisher:
     Parameters
     ----------
     tokens : int, optional
-        Maximum number of tokens of its answer, which do not count towards the budget. 0: no finisher. The paper uses 16
+        Maximum number of tokens of its answer, which do not count toward the budget. 0: no finisher. The paper uses 16
         for a number, 64 for a formula and 1024 for a program. Default: the problem's `finisher_tokens`.
     prompt : str, optional
         Text that its answer continues. Default: the problem's `finisher_prompt`, or a text for its `answer_pattern`.

@@ -20,13 +20,13 @@ from hf_parallel.evaluation.collaboration import measure
 from hf_parallel.evaluation.judge import Judge
 from hf_parallel.evaluation.pass_clock import PassClock
 from hf_parallel.evaluation.results import Result
-from hf_parallel.evaluation.runs import NO_MODE, TEMPLATE, Finisher, Run
+from hf_parallel.evaluation.runs import TEMPLATE, Finisher, Run
 from hf_parallel.evaluation.tasks.base import Problem
 from hf_parallel.evaluation.written import Written, written_until
 from hf_parallel.files import JSONObject
 from hf_parallel.generation.arguments import encode
 from hf_parallel.generation.config import ParallelConfig
-from hf_parallel.generation.modes import find_answer, find_matches, majority, normal_form
+from hf_parallel.generation.modes import NO_MODE, find_answer, find_matches, majority, normal_form
 from hf_parallel.generation.prompts import build_prompt, check_template_kwargs, encode_task
 
 

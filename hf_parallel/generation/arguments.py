@@ -62,7 +62,7 @@ _UNSUPPORTED_SETTINGS: dict[str, tuple[object, ...]] = {
 """Settings of `GenerationConfig` that no mode supports, with the values that disable them or change no token."""
 _NO_BEAMS: dict[str, tuple[object, ...]] = {"num_beams": (None, 1)}
 """The same of modes that search no beams."""
-_PLAINLY = "; model.generate(..., generation_mode=None) generates without a mode"
+_PLAINLY = "; model.generate(..., generation_mode=None) runs plain generate"
 _SUPPORTED_STRATEGIES = (
     *(GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE),
     *(GenerationMode.BEAM_SEARCH, GenerationMode.BEAM_SAMPLE),

@@ -70,7 +70,7 @@ class CallDialect:
     returned : pair of str
         Tags around the text that a path returns. The closing tag ends the path. Default: it returns its whole text.
     joined : str
-        What the text after a call reads of a path; `{text}`, `{number}` and `{message}` are replaced.
+        Text that stands for a path after the call; `{text}`, `{number}` and `{message}` are replaced.
     around : pair of str
         Text before and after the `joined` texts of a call.
     keeps_call : bool

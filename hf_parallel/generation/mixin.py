@@ -74,8 +74,8 @@ class ParallelGenerationMixin:
             Arguments of `transformers.GenerationMixin.generate`, settings of the mode, and
 
             generation_mode : str, optional
-                Name of the mode. None: plain generation, whatever `generation_config` says. Default:
-                `generation_config.generation_mode`, or plain generation.
+                Name of the mode. None: plain `generate`, whatever `generation_config` says. Default:
+                `generation_config.generation_mode`, or plain `generate`.
             parallel_config : ParallelConfig or dict, optional
                 The mode's settings in one object. Precedence: keyword arguments, `parallel_config`,
                 `generation_config.parallel_config`, the setting `preset`.
@@ -408,15 +408,15 @@ def enable(model: _Model, tokenizer: PreTrainedTokenizerBase | None = None, batc
     Parameters
     ----------
     model : PreTrainedModel
-        A decoder-only model with a language modelling head, or a wrapper of one by PEFT or `torch.compile`.
+        A decoder-only model with a language modeling head, also if PEFT or `torch.compile` wraps it.
     tokenizer : PreTrainedTokenizerBase, optional
         The tokenizer of modes that read or write text, for code that cannot pass `tokenizer` to `generate`. The one
         passed to a call overrides it. Default: unchanged, at first none.
     batch_invariant : bool
         Raise an error unless the logits of a token have the same bits in every schedule (docs/exactness.md), which is
-        probed with a few hundred tokens. On a CPU most models have them without it; with it, latent attention
-        (DeepSeek-V2) does not expand latents in long passes, which is slower, and `compile=True` is an error. On a GPU,
-        other kernels compute attention, products and sums, also slower, without CUDA graphs.
+        probed with a few hundred tokens. On a CPU, most models have the same bits without this argument; with it,
+        latent attention (DeepSeek-V2) does not expand latents in long passes, which is slower, and `compile=True` is an
+        error. On a GPU, other, slower kernels compute attention, products and sums, without CUDA graphs.
 
     Returns
     -------
@@ -431,7 +431,7 @@ def enable(model: _Model, tokenizer: PreTrainedTokenizerBase | None = None, batc
         `batch_invariant`, if Triton's kernels do not support the model on this GPU.
     UnsupportedModelError
         If block attention cannot serve the model, or it was compiled in place, with the reason; with `batch_invariant`,
-        if bits depend on the schedule, with the module that computes other ones.
+        if bits depend on the schedule, with the module whose results differ.
     """
     if tokenizer is not None:
         check_tokenizer(tokenizer)
@@ -489,7 +489,7 @@ def _check_unchanged(model: object) -> None:
 
 
 def is_enabled(model: object) -> bool:
-    """Return whether `model.generate` accepts modes. A model that was not enabled ignores those of its configs."""
+    """Return whether `model.generate` accepts modes. Other models ignore modes in their configs."""
     return isinstance(unwrap(model), ParallelGenerationMixin)
 
 

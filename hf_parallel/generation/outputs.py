@@ -53,8 +53,8 @@ class ParallelOutput(GenerateDecoderOnlyOutput):
         Log-softmax of the model's unprocessed logits for each token of `sequences` after the prompts, at the time when
         the token was sampled: without processors, temperature and the like. NaN where no token was sampled: after the
         end of a row, and for tokens that the mode inserted. So `output.log_probs.nansum(1)` is the log-probability of
-        each row, and `nanmean(1)` the mean of its tokens. `record.sampled_log_probs` has those of all rows of the mode,
-        and those of the distributions that were sampled.
+        each row, and `nanmean(1)` the mean of its tokens. `record.sampled_log_probs` has the values of all rows of the
+        mode, also under the distributions that were sampled.
     """
 
     item_names: ClassVar[Mapping[str, str]] = {}

@@ -32,12 +32,12 @@ class PrintedText:
 
 
 class ConsoleStreamer:
-    """Streamer that prints the rows of a call in any mode, one after another, with nothing but `print`.
+    """Streamer that prints the rows of a call in any mode, one after another, using only `print`.
 
     A row is printed as it grows; the next ones follow when it has ended. Rows of one answer, such as the workers of
     hogwild, are printed step by step in the order in which steps end. Texts that a token budget ended are followed by
-    `[truncated]`. Rows are named in modes that stream text or draw several rows per prompt. In a call without a mode,
-    the rows have no names and marks.
+    `[truncated]`. Rows are named in modes that stream text or draw several rows per prompt. In plain `generate`, the
+    rows have no names and marks.
 
     Parameters
     ----------

@@ -51,8 +51,8 @@ def build_prompt(
     tokenizer
         If it has no chat template, a blank line separates instructions and task.
     config : ParallelConfig, optional
-        Settings of the mode. Alternatively pass them as keyword arguments. The tokenizer of a model with presets, see
-        `load_embedded_model`, adds those of the mode; given settings override them.
+        Settings of the mode. Alternatively pass them as keyword arguments. The tokenizer of a model with presets (see
+        `load_embedded_model`) adds the preset of the mode; settings given here override it.
     chat_template_kwargs : mapping, optional
         Variables of the chat template, such as `{"enable_thinking": False}`, for `apply_chat_template`.
 

@@ -26,7 +26,7 @@ class GenerationStats:
     """Generated tokens whose logits were cached, so that they needed no forward pass."""
     drafted_tokens: int = 0
     accepted_tokens: int = 0
-    """Draft tokens that were verified (`draft_tokens`), and those of them that were accepted."""
+    """Draft tokens that were verified (`draft_tokens`), and how many of them were accepted."""
     kv_bytes: int = 0
     """Bytes of keys and values at the end, each unique token counted once."""
     state_bytes: int = 0

@@ -33,8 +33,8 @@ class ParallelStreamer(Protocol):
         Parameters
         ----------
         row : int
-            Row of the output, see `ParallelConfig.place`. -1 is the history that hogwild workers share. In the pdos
-            mode the k-th branch of prompt `p` is row `p + k * prompts`, counted from k = 1.
+            Row of the output, see `ModeRows.place`. -1 is the history that hogwild workers share. In the pdos mode the
+            k-th branch of prompt `p` is row `p + k * prompts`, counted from k = 1.
         text : str
             New text of the row.
         event : str

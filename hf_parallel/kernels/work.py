@@ -141,7 +141,7 @@ def _visible_pairs(
     if horizon:
         assert plan.increments is not None, "only a decode step has a horizon"
         stop = stop + horizon * plan.increments.hi  # start needs no change: under a window it only grows
-        if chunk is not None:  # a block moves towards the query's chunk while blocks before it grow
+        if chunk is not None:  # a block moves toward the query's chunk while blocks before it grow
             later = plan.pair_position + plan.increments.position
             moves = plan.block_start(later) - plan.block_start(plan.pair_position)
             start = np.maximum(plan.pair_lo, start - horizon * moves)

@@ -249,8 +249,8 @@ class SharedPrefixGRPOTrainer(SharedPrefixLossMixin, GRPOTrainer):
     sampled_log_probs : bool
         Use the log-probabilities that sampling returned as the old ones, so that no forward pass computes them. They
         refer to the distribution after temperature, `top_k`, `top_p` and `min_p`, and the loss uses the same
-        distribution: tokens that these settings exclude have probability 0 (a sampled token never has). On a CPU, an
-        enabled model computes both with the same bits, so the first importance ratios are exactly 1.
+        distribution: tokens that these settings exclude have probability 0 (which never happens to a sampled token). On
+        a CPU, an enabled model computes both with the same bits, so the first importance ratios are exactly 1.
     """
 
     computes_layouts = True

@@ -41,9 +41,9 @@ def stock_mask(
     examples : ParallelExample or list of ParallelExample
         One, or a batch of `B`.
     config : PretrainedConfig
-        That of the model; names its attention implementation and its sliding windows.
+        The model's config, which names its attention implementation and its sliding windows.
     dtype : torch.dtype
-        That of the model's parameters.
+        Dtype of the model's parameters.
     device : torch.device or str
 
     Returns

@@ -25,7 +25,7 @@ class Rollout:
         Number of its prompt, counted from 0.
     prompt, tokens : list of int
     log_probs : list of float
-        Log-probability of each token under the distribution that was sampled, by the weights of its version.
+        Log-probability of each token under the sampled distribution, with the weights of its version.
     versions : list of int
         Version of the weights from whose logits each token was sampled; see `Engine.updating_weights`.
     """
@@ -53,12 +53,11 @@ class _Running:
 
 
 class RolloutStream:
-    """Rollouts of an open engine, for a loop that trains on those that have ended while others run.
+    """Rollouts of an open engine, for a loop that trains on finished rollouts while others run.
 
     Update the weights at most once after each `take`, in `Engine.updating_weights`. No token that `take` returns is
-    then older than `max_lag` updates: `take` waits for rollouts that would become older. Nothing is dropped, so that
-    long rollouts are as frequent as they are sampled. With `max_lag=0`, `take` returns all rollouts, and the loop is
-    synchronous.
+    then older than `max_lag` updates: `take` waits for rollouts that would become older. Nothing is dropped, so long
+    rollouts are not underrepresented. With `max_lag=0`, `take` returns all rollouts, and the loop is synchronous.
 
     Parameters
     ----------
@@ -71,7 +70,8 @@ class RolloutStream:
     max_lag : int
         Maximum number of updates between the version of a token and the one for which it is taken.
     seed : int
-        Of all rollouts. Each has a seed of its own, so that the tokens of one version do not depend on the others.
+        Seed of the stream. Each rollout has a seed of its own, so tokens of one version do not depend on other
+        rollouts.
     **settings
         Of `Engine.submit`, such as `max_new_tokens` and `temperature`. Each rollout is one sampled row.
 

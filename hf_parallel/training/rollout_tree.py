@@ -191,7 +191,7 @@ def tree_loss(
     advantages : [nodes]
         Such as an estimator returns.
     temperature : float
-        Temperature of sampling. The loss is that of the full distribution: sample with `top_k=0`.
+        Temperature of sampling. The loss uses the full distribution: sample with `top_k=0`.
     """
     if len(advantages) != len(tree):
         raise ValueError(f"advantages must have one value for each of the {len(tree)} nodes, got {len(advantages)}")
@@ -326,7 +326,7 @@ def grow(
 ) -> list[RolloutTree]:
     """Sample trees in an open engine, all at the same time. `settings` returns those of a node, for `Engine.submit`.
 
-    If a request fails, or a tree raises an error, the other requests are cancelled.
+    If a request fails, or a tree raises an error, the other requests are canceled.
     """
     engine.check_blocking()
     waiting: dict[Future[None], tuple[GrowingTree, GrowingNode, RequestHandle]] = {}
@@ -413,7 +413,7 @@ def sample_tree(
     Raises
     ------
     ValueError
-        For numbers that are too small, also those that a callable returns, for a `max_depth` that is missing or
+        For numbers that are too small, including numbers that a callable returns, for a `max_depth` that is missing or
         superfluous, and for settings that do not sample, or sample several rows.
     """
     check_int("segment_tokens", segment_tokens, at_least=1)

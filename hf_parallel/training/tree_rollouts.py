@@ -224,8 +224,8 @@ def make_tree_rollout_func(
     evenly. The number of a node's children depends on earlier levels alone, so that gradients stay unbiased. If all
     rows of a tree end before the last segment, some are repeated, and share the weight of their leaf.
 
-    Other arguments of `generate` are those of the trainer. It needs `scale_rewards="none"`, as the estimators divide by
-    no standard deviation.
+    The trainer sets all other arguments of `generate`. It needs `scale_rewards="none"`, because the estimators do not
+    divide by a standard deviation.
 
     Parameters
     ----------
@@ -234,19 +234,19 @@ def make_tree_rollout_func(
         of the depth of a node and the log-probabilities of its tokens, as in `sample_tree`. It
         cannot give more than the remaining leaves, all of which branch off before the last segment.
     segment_tokens : int
-        Maximum number of tokens of a segment. The last one of a row goes on up to `max_completion_length`.
+        Maximum number of tokens of a segment. The last one of a row may extend up to `max_completion_length`.
     estimator : callable
         Returns the advantages of nodes, given the tree and the rewards of its leaves; see `sample_tree`.
     max_depth : int, optional
         Maximum number of segments of a row. Only for a callable, which needs it.
     stop_strings : str or list of str
-        Texts that end a segment, too, except the last one of a row.
+        Texts that also end a segment, except the last segment of a row.
 
     Raises
     ------
     ValueError
         For numbers below 1, empty `stop_strings`, and a `max_depth` that is missing or superfluous. The trainer raises
-        one for settings that contradict those of the trees.
+        one for settings that contradict the settings of the trees.
     """
     check_int("segment_tokens", segment_tokens, at_least=1)
     texts = (stop_strings,) if isinstance(stop_strings, str) else tuple(stop_strings)

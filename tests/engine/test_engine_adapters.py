@@ -50,7 +50,7 @@ def only(model: Any, adapter: str) -> Iterator[Any]:
 
 @pytest.mark.parametrize("count", [5, pytest.param(24, marks=pytest.mark.slow)])
 def test_interleaved_requests_get_the_bits_of_their_adapter(count: int) -> None:
-    """They have the same prompts, modes and logits caches, are cancelled, and are preempted in a small memory."""
+    """They have the same prompts, modes and logits caches, are canceled, and are preempted in a small memory."""
     rng, model = random.Random(count), adapted()
     prefixes = random_prefixes(rng, 3, 40)
     cases = [random_case(rng, prefixes, MODES[index % len(MODES) :][:1]) for index in range(count)]

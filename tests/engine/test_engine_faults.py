@@ -149,7 +149,7 @@ def poison_keys(model: Any, projection: str, layer: int, value: float = float("n
 
 
 def run_out_of_memory(model: Any, condition: Callable[[torch.Tensor], bool]) -> None:
-    """Raise an out-of-memory error in forward passes whose tokens fulfil a condition."""
+    """Raise an out-of-memory error in forward passes whose tokens fulfill a condition."""
 
     def hook(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
         if condition(kwargs["input_ids"][0]):
@@ -322,7 +322,7 @@ def test_a_mode_that_catches_every_error_is_ended(model: Any, others: Any) -> No
         next(iter(stubborn))
         for handle in (stubborn, failing):
             handle.cancel()
-            with pytest.raises((CancelledError, InjectedError)):  # it may fail before it is cancelled
+            with pytest.raises((CancelledError, InjectedError)):  # it may fail before it is canceled
                 handle.result(600)
         for handle, (_, tokens) in zip(handles, others, strict=True):
             assert handle.result(600).sequences.tolist() == tokens
@@ -362,7 +362,7 @@ def cancelled(handle: Any) -> None:
     handle.cancel()
     with pytest.raises(CancelledError):
         handle.result(600)
-    with pytest.raises(RequestCancelledError, match="cancelled"):
+    with pytest.raises(RequestCancelledError, match="canceled"):
         list(handle)
     assert isinstance(handle.error, RequestCancelledError)
 

@@ -67,7 +67,7 @@ def test_equal_requests_of_one_moment_are_computed_once(model: Any) -> None:
     assert steps <= 2 + LENGTH  # no request waits for the end of another
 
 
-def test_a_request_goes_on_alone_if_the_one_that_it_waits_for_is_cancelled(model: Any) -> None:
+def test_a_request_goes_on_alone_if_the_one_that_it_waits_for_is_canceled(model: Any) -> None:
     prompt, cache = tiny.make_prompts([20])[0], LogitsCache()
     with Engine(model) as engine:
         with at_once(engine):
@@ -80,7 +80,7 @@ def test_a_request_goes_on_alone_if_the_one_that_it_waits_for_is_cancelled(model
 
 
 @pytest.mark.parametrize("cancelled", [False, True])
-def test_a_long_replay_leaves_turns_to_others_and_can_be_cancelled(
+def test_a_long_replay_leaves_turns_to_others_and_can_be_canceled(
     model: Any, cancelled: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("hf_parallel.engine.request.TURN_SECONDS", 0)
@@ -116,7 +116,7 @@ def test_requests_of_another_salt_compute_for_themselves(model: Any) -> None:
 
 
 def test_random_requests_share_a_logits_cache_within_a_budget(model: Any, token_bytes: int) -> None:
-    """Requests are cancelled and preempted; the others get the tokens that they get alone."""
+    """Requests are canceled and preempted; the others get the tokens that they get alone."""
     rng = random.Random(0)
     prompts = [*tiny.make_prompts([30, 31, 32], seed=0)]
     prompts += [torch.cat((prompts[0], prompts[1][:4]))]

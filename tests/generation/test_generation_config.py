@@ -16,7 +16,7 @@ import hf_parallel
 
 IDS, MASK = tiny.left_pad(tiny.make_prompts([9, 6], seed=3))
 
-HONOURED: dict[str, tuple[Any, ...]] = {
+HONORED: dict[str, tuple[Any, ...]] = {
     "max_length": (14,),
     "max_new_tokens": (3,),
     "min_length": (12,),
@@ -125,11 +125,11 @@ def table(values: dict[str, tuple[Any, ...]]) -> list[Any]:
 
 def test_every_setting_is_in_a_table() -> None:
     settings = {name for name in vars(GenerationConfig()) if not name.startswith("_")} - {"transformers_version"}
-    assert settings <= HONOURED.keys() | UNUSED.keys() | UNSUPPORTED.keys()
+    assert settings <= HONORED.keys() | UNUSED.keys() | UNSUPPORTED.keys()
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize(("name", "value"), table({**HONOURED, **UNUSED}))
+@pytest.mark.parametrize(("name", "value"), table({**HONORED, **UNUSED}))
 def test_a_setting_acts_as_under_generate(model: Any, name: str, value: Any) -> None:
     settings = {name: value, **FURTHER.get(name, {})}
     plain, ours = generate(model, generation_mode=None, **settings), generate(model, **settings)

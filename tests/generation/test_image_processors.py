@@ -91,7 +91,7 @@ def test_tokens_equal_generate_and_the_page_shows_the_images(name: str) -> None:
         assert len(url) < 20_000
         thumbnail = Picture.open(io.BytesIO(base64.b64decode(url.removeprefix("data:image/png;base64,"))))
         assert max(thumbnail.size) <= 64
-        colours = np.asarray(thumbnail.resize((4, 4)).convert("RGB")).astype(int)
+        colors = np.asarray(thumbnail.resize((4, 4)).convert("RGB")).astype(int)
         upper = int(np.asarray(row[-1])[0, 0].argmax())
-        assert colours[0, 0, upper] - colours[3, 0, upper] > 100
-        assert colours[3, 3, 2] - colours[0, 0, 2] > 100
+        assert colors[0, 0, upper] - colors[3, 0, upper] > 100
+        assert colors[3, 3, 2] - colors[0, 0, 2] > 100

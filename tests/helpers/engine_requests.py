@@ -149,7 +149,7 @@ class Fault:
     """What goes wrong with a request: it is `cancelled`, its own code `raises`, or its caller waits too `briefly`."""
 
     kind: str | None
-    delay: float = 0.0  # seconds until it is cancelled
+    delay: float = 0.0  # seconds until it is canceled
     calls: int = 0  # of its processor until it raises
 
     @classmethod

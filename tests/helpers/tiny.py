@@ -1,4 +1,4 @@
-"""Tiny randomly initialised models of every tested architecture, and prompts for them.
+"""Tiny randomly initialized models of every tested architecture, and prompts for them.
 
 Built from config classes, without network, files, tokenizer or hf_parallel. Weights have a large variance (see
 `draw_weights`), so that greedy output varies along the sequence, depends on distant tokens, and has margins far above
@@ -123,7 +123,7 @@ def _build(name: str, seed: int, dtype: torch.dtype) -> PreTrainedModel:
 
 @torch.no_grad()
 def draw_weights(model: PreTrainedModel, architecture: Architecture, seed: int) -> None:
-    """Initialise every parameter from a generator of its own, so that values do not depend on the parameters' order.
+    """Initialize every parameter from a generator of its own, so that values do not depend on the parameters' order.
 
     Matrices have a standard deviation of `1 / sqrt(hidden_size)`, which preserves the scale of activations. For query
     and key projections (or the norms after them) it is multiplied by `attention_gain`, which makes attention selective,
@@ -132,7 +132,7 @@ def draw_weights(model: PreTrainedModel, architecture: Architecture, seed: int) 
     `eos_token_id`.
 
     With `slow_states`, states decay slowly, so that logits depend on the beginning of a prompt, too. A tied head would
-    favour the last token, whose embedding is still in the residual stream. Random signs of the last norm's weights
+    favor the last token, whose embedding is still in the residual stream. Random signs of the last norm's weights
     prevent that.
     """
     unit = getattr(model.config.get_text_config(decoder=True), "hidden_size", 64) ** -0.5

@@ -47,7 +47,7 @@ def test_two_ranks_generate_the_tokens_of_one_process_alone_and_in_an_engine(tmp
     for case, found in zip(random_requests(random.Random(1)), first["requests"], strict=True):
         assert found is None or found == case.alone(model)
     num_compared = len(first["requests"]) - first["requests"].count(None)
-    assert num_compared >= 4, "requests that were neither refused nor cancelled"
+    assert num_compared >= 4, "requests that were neither refused nor canceled"
     assert first["crowd"] == [case.alone(model) for case in crowd()]
     assert first["preemptions"], "the crowd does not fit into the budget"
     assert "the (first) process that opened it" in second["error"]

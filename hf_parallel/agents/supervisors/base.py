@@ -22,7 +22,7 @@ class Supervisor:
 
     A search goes from the agent's start or a yield to its next yield or end. The runtime copies the supervisor for each
     search, calls `init` once, then `select` and `commit` in turn. New states are committed in the order in which they
-    were fired, so a search does not depend on how long each takes. It ends when `select` returns nothing and nothing
+    were selected, so a search does not depend on how long each takes. It ends when `select` returns nothing and nothing
     runs.
 
     Parameters
@@ -31,7 +31,7 @@ class Supervisor:
         Value of a state, see `ValueFunction`.
     max_tokens, max_passes : int, optional
         Budgets of a search: new tokens of the committed states, and forward passes of the engine in the meantime. Once
-        one is used up, no more states are fired. A completion whose logits are all cached needs no pass.
+        one is used up, no more states are continued. A completion whose logits are all cached needs no pass.
 
     Attributes
     ----------

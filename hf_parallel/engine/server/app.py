@@ -1,4 +1,4 @@
-"""The application: routes of the OpenAI API over an engine. Requests of clients that disconnect are cancelled."""
+"""The application: routes of the OpenAI API over an engine. Requests of clients that disconnect are canceled."""
 
 from __future__ import annotations
 
@@ -533,7 +533,7 @@ def _table_of(body: type[Body] | Body) -> type[Body]:
 class FairPool:
     """Thread pool that runs one job per submitter at a time; a submitter's next job queues behind other submitters.
 
-    A job whose caller is cancelled cannot be interrupted. It keeps the turn of its submitter until it ends.
+    A job whose caller is canceled cannot be interrupted. It keeps the turn of its submitter until it ends.
     """
 
     def __init__(self, threads: int) -> None:
@@ -541,7 +541,7 @@ class FairPool:
         self._turns: WeakValueDictionary[Hashable, asyncio.Lock] = WeakValueDictionary()
 
     async def run(self, submitter: Hashable, job: Callable[[], T], abandon: Callable[[Future[T]], None]) -> T:
-        """Run a job and return its result. If the caller is cancelled, `abandon` receives the future when it ends."""
+        """Run a job and return its result. If the caller is canceled, `abandon` receives the future when it ends."""
         turn = self._turns.setdefault(submitter, asyncio.Lock())
         await turn.acquire()
         loop = asyncio.get_running_loop()

@@ -40,15 +40,15 @@ class Limits:
     body_seconds: float = 30.0
     """Time limit for receiving a body."""
     open_requests: int = 1024
-    """Open requests of all clients: their responses are not complete. Above the limit, only clients with less than an
-    equal share are served."""
+    """Requests of all clients whose responses are not complete. Above the limit, only clients with less than an equal
+    share are served."""
     open_bytes: int = 1 << 28
     """Bytes of the bodies of open requests. Above the limit, only clients with less than an equal share are served."""
     connections: int = 1024
     """Open connections, with or without requests; fewer if the process may open fewer files. Above the limit, the one
     that was idle longest is closed."""
     unread_seconds: float = 60.0
-    """Seconds after which an answer is cancelled if its client reads nothing."""
+    """Seconds after which an answer is canceled if its client reads nothing."""
     rows: int = 64
     """Rows of a request: answers times rows of the mode per answer."""
     tokens: int | None = None
@@ -56,14 +56,15 @@ class Limits:
     default_tokens: int = 512
     """Default of `max_tokens`."""
     log_probs: int = 1 << 20
-    """Log-probabilities of a response: tokens of its answers, and of prompts if these are wanted, each with its
+    """Log-probabilities of a response: tokens of its answers, and of prompts if requested, each with its
     alternatives."""
     lease_ttl: float = 600.0
     """Seconds for which the prefix of a stored response stays cached for forks, from its end or its last fork."""
     max_leases: int = 32
-    """Responses of a key whose prefixes stay cached for forks. Beyond, its least recently used one is released."""
+    """Responses of a key whose prefixes stay cached for forks. Above this number, the least recently used one is
+    released."""
     max_lease_bytes: int | None = None
-    """Bytes of keys, values and states that these prefixes of a key have together. Default: the engine's budget."""
+    """Bytes of keys, values and states of all these prefixes of a key together. Default: the engine's budget."""
     images: int = 16
     """Images of a request."""
     image_bytes: int = 4 << 20

@@ -30,7 +30,7 @@ _COUNTERS = {
     "steps": "Forward passes",
     "finished": "Requests that finished",
     "failed": "Requests that failed",
-    "cancelled": "Requests that were cancelled",
+    "cancelled": "Requests that were canceled",
 }
 
 

@@ -16,7 +16,7 @@ from hf_parallel.engine.server.connections import BACKLOG, Connections, QuietFil
 from hf_parallel.engine.server.limits import Limits
 from hf_parallel.models.ranks import num_ranks
 
-ANSWER_SECONDS = 10  # time in which clients can read the errors of requests that were cancelled
+ANSWER_SECONDS = 10  # time in which clients can read the errors of requests that were canceled
 IDLE_SECONDS = 75  # of a connection. Clients close theirs sooner (httpx after 5 s): else a request meets the close
 
 

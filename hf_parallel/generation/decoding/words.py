@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 
 class NotRunningError(RuntimeError):
-    """Raised for a text to a request, or to rows of it, that write no more."""
+    """Raised for text that is sent to a request, or to rows of it, after they have stopped generating."""
 
 
 @dataclass(eq=False)

@@ -37,7 +37,9 @@ from hf_parallel.generation.modes.skeleton_of_thought import (
 )
 
 PLAIN_MODE = SharedPrefixConfig.mode
-"""Mode with the tokens of `generate` without a mode, and default of the command line."""
+"""Mode with the tokens of plain `generate`, and default of the command line."""
+NO_MODE = "none"
+"""Name of plain `generate`, without a mode, on the command line and in sweeps."""
 
 __all__ = [
     "AsyncReasoningConfig",

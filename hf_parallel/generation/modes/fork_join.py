@@ -42,8 +42,8 @@ class Path:
     tokens: list[int]
     """The tokens of this text."""
     ended_by: str
-    """`tag` (its closing tag; in `pdos` the next marker), `eos`, `criterion` or `budget`. The closing tag is appended
-    to what ended otherwise. A path that is a call may also be `cancelled`: the text that called it ended first."""
+    """`tag` (its closing tag; in `pdos` the next marker), `eos`, `criterion` or `budget`. A path that ended otherwise
+    gets the closing tag. A path that is a call may also be `cancelled`: the text that called it ended first."""
     forks: list[Fork] = field(default_factory=list)
     message: str = ""
     """What the call of the path says, in a `CallDialect`."""
@@ -76,7 +76,7 @@ class ForkJoinOutput(BranchOutput):
         Decode steps of each answer: its own tokens, plus the longest path of each fork. Where a text is written on
         beside its paths, the longest chain of tokens that wait for each other.
     fallback : list of str or None
-        Why an answer has not forked, or the last region that it opened; None if all regions have.
+        Why an answer, or the last region that it opened, has not forked; None if all regions have forked.
     stages : dict of StageStats
         Cost of `skeleton` (the text up to the first fork), `branches` (the paths) and `continuation`; with `after` also
         of `thinking`.

@@ -75,7 +75,7 @@ def next_keys(rngs: Sequence[RowRNG], device: torch.device) -> torch.Tensor:
     increment = np.uint64(_SPLITMIX[0])
     factor = np.uint64(_SPLITMIX[1])
     bits = np.array(seeds, np.uint64) * increment + np.array(numbers, np.uint64) * factor  # as `mix`
-    keys = _finalise(bits) & np.uint64(2**63 - 1)
+    keys = _finalize(bits) & np.uint64(2**63 - 1)
     return to_device(keys.astype(np.int64), device)
 
 
@@ -145,7 +145,7 @@ def _winner(tokens: np.ndarray, probs: np.ndarray, key: int) -> int:
 def _times(tokens: np.ndarray, probs: np.ndarray, keys: np.ndarray | np.int64) -> np.ndarray:
     """Return the inverse times of tokens; `exponential_noise` in NumPy, which is faster for a few tokens."""
     bits = keys.astype(np.uint64) + tokens.astype(np.uint64) * np.uint64(_SPLITMIX[0])
-    upper_bits = _finalise(bits) >> np.uint64(32)
+    upper_bits = _finalize(bits) >> np.uint64(32)
     uniform = upper_bits.astype(np.float32)
     uniform = (uniform + np.float32(0.5)) * np.float32(2.0**-32)
     with np.errstate(divide="ignore"):
@@ -153,8 +153,8 @@ def _times(tokens: np.ndarray, probs: np.ndarray, keys: np.ndarray | np.int64) -
     return probs / noise
 
 
-def _finalise(bits: np.ndarray) -> np.ndarray:
-    """Finaliser of splitmix64 of `uint64` numbers."""
+def _finalize(bits: np.ndarray) -> np.ndarray:
+    """Finalizer of splitmix64 of `uint64` numbers."""
     bits = (bits ^ (bits >> np.uint64(30))) * np.uint64(_SPLITMIX[1])
     bits = (bits ^ (bits >> np.uint64(27))) * np.uint64(_SPLITMIX[2])
     return bits ^ (bits >> np.uint64(31))
@@ -179,7 +179,7 @@ def _shift_right(bits: torch.Tensor, places: int) -> torch.Tensor:
 
 
 def mix(seed: int, number: int) -> int:
-    """Return a seed derived from a seed and a number (finaliser of splitmix64)."""
+    """Return a seed derived from a seed and a number (finalizer of splitmix64)."""
     bits = (seed * _SPLITMIX[0] + (number + 1) * _SPLITMIX[1]) % 2**64
     bits = (bits ^ (bits >> 30)) * _SPLITMIX[1] % 2**64
     bits = (bits ^ (bits >> 27)) * _SPLITMIX[2] % 2**64

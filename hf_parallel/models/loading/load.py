@@ -32,13 +32,13 @@ def load_model(
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Load a model in evaluation mode, and its tokenizer.
 
-    `name` is a folder, a GGUF file, or a model id on the Hub (default: the demo model). `dtype=None`: that of the
-    saved weights; the demo model has float32. `preset`: see `load_embedded_model`. `weights="packed"`: layers on a
-    CPU stay in the blocks of a GGUF file, such as the demo model's, or in the half precision of the saved weights.
-    `"packed_int8"`: layers in such blocks also round their inputs to 8 bits (docs/cpu.md).
-    A mapping is a quantization config of Transformers, with `quant_method`. `device="auto"`: on all, by accelerate;
-    "tp": a part of each layer in each of the processes that torchrun has started, by tensor parallelism.
-    Raises `ValueError` if the model is not found, or cannot be packed or quantized.
+    `name` is a folder, a GGUF file, or a model id on the Hub (default: the demo model). `dtype=None`: that of the saved
+    weights; the demo model has float32. `preset`: see `load_embedded_model`. `weights="packed"`: layers on a CPU stay
+    in the blocks of a GGUF file, such as the demo model's, or in the half precision of the saved weights.
+    `"packed_int8"`: layers in such blocks also quantize their activations to 8 bits (docs/cpu.md). A mapping is a
+    quantization config of Transformers, with `quant_method`. `device="auto"`: on all, by accelerate; "tp": a part of
+    each layer in each of the processes that torchrun has started, by tensor parallelism. Raises `ValueError` if the
+    model is not found, or cannot be packed or quantized.
     """
     more: dict[str, Any] = {}  # arguments of `from_pretrained` that place the model
     if device == "auto" or isinstance(weights, Mapping):

@@ -278,7 +278,7 @@ def _check_config(model: PreTrainedModel) -> None:
     other_layers = set() if model.config.is_encoder_decoder else _own_cache_layers(model.config)
     reasons = {
         "is an encoder-decoder; block attention supports decoder-only models": model.config.is_encoder_decoder,
-        "cannot generate: it has no language modelling head": not model.can_generate(),
+        "cannot generate: it has no language modeling head": not model.can_generate(),
         f"has {kv_heads} key-value heads, which tp_size={ranks} does not divide: each rank needs whole heads": (
             kv_heads % ranks
         ),

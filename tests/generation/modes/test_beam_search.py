@@ -46,12 +46,12 @@ def _models() -> Iterator[None]:
     model_of.cache_clear()
 
 
-class Favours(LogitsProcessor):
+class Favors(LogitsProcessor):
     """A processor of a caller: favors a token that depends on the text and on the beam's place in the batch."""
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        favoured = (input_ids[:, -1] * 7 + torch.arange(len(input_ids))) % scores.shape[1]
-        return scores.scatter_add(1, favoured[:, None], torch.full((len(scores), 1), 2.0))
+        favored = (input_ids[:, -1] * 7 + torch.arange(len(input_ids))) % scores.shape[1]
+        return scores.scatter_add(1, favored[:, None], torch.full((len(scores), 1), 2.0))
 
 
 def ends_by_sum(input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
@@ -89,7 +89,7 @@ def calls(draw: st.DrawFn) -> dict[str, Any]:
         {"no_repeat_ngram_size": 2},
         {"min_new_tokens": 3},
         {"bad_words_ids": [[20], [30, 31]]},
-        {"logits_processor": [Favours()]},
+        {"logits_processor": [Favors()]},
         {"stopping_criteria": [ends_by_sum]},
         {"prefix_allowed_tokens_fn": allowed},
         {"renormalize_logits": True},

@@ -276,7 +276,7 @@ class ChildrenWriter(Writer):
 
 
 def keep(body: ConversationBody, answers: Answers) -> Kept:
-    """Return the record of a response that can be forked while it runs, and afterwards if it is kept."""
+    """Return the record of a response that can be forked while it runs, and afterward if it is kept."""
     submission = answers.submission
     fields = body.model_dump(mode="json", exclude_unset=True, by_alias=True, exclude=NOT_INHERITED)
     partial_message = None if body._forked is None else body._forked.partial

@@ -16,7 +16,7 @@ HEAD = "score"
 
 
 class RewardModel:
-    """Scores token sequences, each token of a shared prefix computed once, and none again in later calls.
+    """Scores token sequences. Tokens of shared prefixes are computed once, and not again in later calls.
 
     Parameters
     ----------

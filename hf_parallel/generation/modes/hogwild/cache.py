@@ -134,7 +134,7 @@ class HogwildCache(SharedPrefixCache):
     def end_step(self, space: Workspace, worker: int, num_again: int = 0) -> Block:
         """Append a worker's current step to the history and start a new one. Return the block of the ended step.
 
-        `num_again`: the length of an empty block that takes its place, for its tokens to be computed again.
+        `num_again`: the length of an empty block that takes its place, in which its tokens are recomputed.
         """
         step = space.workers[worker]
         block = self.pool.new_block(STEP_CAPACITY, space.base)

@@ -99,9 +99,10 @@ class HogwildConfig(HogwildSettings):
         See `redundancy_prompt`.
     tools : sequence of callable, optional
         Python functions, plain or coroutine functions, that workers may call. A step ends with a call: JSON with `name`
-        and `arguments` between `call_tags`. The worker waits for the result, and the others write on; the result
+        and `arguments` between `call_tags`. The worker waits for the result while the others continue; the result
         becomes a step of the common history, or in the layout `contiguous` a line of the worker. A call that fails has
-        the error as its result. Functions run in threads, which go on if the run ends before. None: calls are text.
+        the error as its result. Functions run in threads, which keep running if the run ends first. None: calls are
+        text.
     call_tags : two str
         Texts that open and close a call.
     tool_result : str
@@ -109,14 +110,14 @@ class HogwildConfig(HogwildSettings):
     draft_tokens : int
         Maximum length of a draft: tokens that followed the same words in the text of another worker or in the history,
         verified in one forward pass. Tokens do not change. A pass that is computed ahead is kept if the drafts of all
-        workers are right. 0: no drafts. A session, which takes one pass at a time, has none, nor has a call on a GPU,
-        which queues its passes ahead.
+        workers are right. 0: no drafts. Sessions, which take one pass at a time, and calls on a GPU, which queue passes
+        ahead, use no drafts.
     control_prompt : str
         A yes/no question to the model: do the first worker's thoughts so far suffice to continue the answer? The other
-        workers pause at first and after each paragraph, and write on while the answer is yes. It is asked after each
+        workers pause at first and after each paragraph, and continue while the answer is yes. It is asked after each
         paragraph of the first worker and each `control_interval` of its tokens, and is not kept. When the first worker
-        has stopped (also by `</think>`), the others write to their end. Texts then are not split into steps.
-        Empty: all workers write all the time.
+        has stopped (also by `</think>`), the others write to their end. Texts then are not split into steps. Empty: all
+        workers write all the time.
     control_interval : int
         See `control_prompt`.
     answer_pattern : str
@@ -201,7 +202,7 @@ def hogwild_prompt(
     """Build the prompt of a task for several workers (Hogwild! Inference, section 3.3 and appendix C).
 
     The collaboration prompt precedes the task. If the chat template knows `<think>`, the prompt opens it, unless it
-    ends with a block that is open or closed. Parameters, `chat_template_kwargs` included, and return value: see
-    `build_prompt`.
+    already ends with an open or closed thinking block. Parameters, `chat_template_kwargs` included, and return value:
+    see `build_prompt`.
     """
     return build_prompt(HogwildConfig, task, tokenizer, config, **settings)

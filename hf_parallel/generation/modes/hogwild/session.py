@@ -38,7 +38,7 @@ class HogwildSession:
     prompt : str, list of messages, mapping or int64 [1, length]
         A task or a chat, for `hogwild_prompt`; or `input_ids`, used unchanged, optionally with an `attention_mask`.
     **settings
-        Those of `HogwildConfig`, of `generate`, and `chat_template_kwargs` of `hogwild_prompt`. Without
+        Settings of `HogwildConfig` and of `generate`, and `chat_template_kwargs` of `hogwild_prompt`. Without
         `max_new_tokens` and `max_length`, workers may use all positions of the model.
 
     Raises
@@ -87,7 +87,7 @@ class HogwildSession:
 
     @property
     def writing(self) -> list[str]:
-        """Names of the workers that the next pass gives a token: those that have neither stopped nor pause."""
+        """Names of the workers that get a token in the next pass: all that have neither stopped nor paused."""
         return [worker.name for worker in self._run.active]
 
     @property
@@ -155,7 +155,7 @@ class HogwildSession:
     def finish(self) -> HogwildOutput:
         """Stop all workers and, if none has answered, let the early finisher answer. Return the final output.
 
-        Afterwards only `output` and the properties can be used, even if `finish` raises.
+        Afterward only `output` and the properties can be used, even if `finish` raises.
         """
         self._check_open()
 

@@ -1,4 +1,4 @@
-"""Tools of workers: Python functions that run in threads, while the other workers write on."""
+"""Tools of workers: Python functions that run in threads, while the other workers continue."""
 
 from __future__ import annotations
 

@@ -82,8 +82,8 @@ class PDOSConfig(BlockFormat, BranchSettings[PDOSOutput]):
     branch_marker, title_end, ellipsis, terminator : str
         See `BlockFormat`, also for the bounds of branches and titles.
     join : str
-        `reencode`: joined branches are prefilled again, so that each sees those before it (as in the paper). `rotate`:
-        keys of the branches are rotated to their final positions instead.
+        `reencode`: joined branches are prefilled again, so each attends to the branches before it (as in the paper).
+        `rotate`: keys of the branches are rotated to their final positions instead.
     parallel_hint : bool
         Whether `pdos_prompt` asks for blocks, and logits processors force the format once a block has opened. If False,
         nothing is forced, and `generate` returns the same answer unless it contains a well-formed block.

@@ -20,7 +20,7 @@ class Branch:
     text: str
     """Generated text, without a marker or an end-of-sequence token that ended it; a stop is part of it."""
     tokens: list[int]
-    """All generated tokens, those that ended it included."""
+    """All generated tokens, including the tokens that ended it."""
     ended_by: str
     """`marker` (a branch marker or the terminator), `stop` (one of `branch_stops`), `eos`, `criterion` or `budget`."""
 
@@ -46,7 +46,7 @@ class PDOSOutput(BranchOutput):
     sequences : int64 [batch, length]
         Prompt and answer, branches joined.
     scores, logits : tuple of [batch, vocabulary], optional
-        For each token of the answer those that it was sampled from; zeros for tokens that were not sampled.
+        Values from which each token of the answer was sampled; zeros for tokens that were not sampled.
     """
 
     item_names: ClassVar[Mapping[str, str]] = {"transcripts": "transcript"}

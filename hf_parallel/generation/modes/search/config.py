@@ -40,7 +40,7 @@ class SearchConfig(SearchSettings):
     selection_temperature : float
         For `systematic`: weights are the softmax of the scores divided by it.
     score : str
-        `log_prob`: mean log-probability of a candidate's tokens under the model, those of its parents included.
+        `log_prob`: mean log-probability of a candidate's tokens under the model, including its parents' tokens.
         `confidence`: lowest group confidence (DeepConf). With a `scorer` or `scorer_model`, leave the default.
     confidence_window : int
         For `confidence`: tokens of a group.
