@@ -63,6 +63,14 @@ static inline float exponential(float x) {
     return sum * power.value;
 }
 
+// e^(x - highest) of `n` numbers, which are at most `highest`; 0 below e^-87.
+void exponentials(const float *x, float highest, float *out, int64_t n) {
+    for (int64_t i = 0; i < n; i++) {
+        const float difference = x[i] - highest;
+        out[i] = difference < -87.0f ? 0.0f : exponential(difference);
+    }
+}
+
 static inline float sigmoid(float x) { return 1.0f / (1.0f + exponential(-x)); }
 
 // Activations by the numbers of `native.py`: x sigmoid(x), its form with tanh of gelu, sigmoid(x), and log(1 + e^x).

@@ -900,8 +900,10 @@ INLINE void interleave(const uint8_t *packed, const int32_t *offsets, bytes *out
 /* The numbers in float16 at byte `at` of each row. */
 INLINE column_sums column_halves(const uint8_t *packed, const int32_t *offsets, int at) {
 #if COLUMNS == 16
-    const __m512i heads = _mm512_i32gather_epi32(_mm512_loadu_si512(offsets), packed, 1);
-    return (column_sums)_mm512_cvtph_ps(_mm512_cvtepi32_epi16(at ? _mm512_srli_epi32(heads, 8 * at) : heads));
+    uint16_t bits[COLUMNS];
+    for (int c = 0; c < COLUMNS; c++) memcpy(bits + c, packed + offsets[c] + at, 2);
+#define BITS(n) (short)bits[n], (short)bits[n + 1], (short)bits[n + 2], (short)bits[n + 3]
+    return (column_sums)_mm512_cvtph_ps(_mm256_setr_epi16(BITS(0), BITS(4), BITS(8), BITS(12)));
 #elif defined SIMD && defined __F16C__
     uint16_t bits[COLUMNS];
     for (int c = 0; c < COLUMNS; c++) memcpy(bits + c, packed + offsets[c] + at, 2);

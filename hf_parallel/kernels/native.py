@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -342,20 +342,99 @@ def rotate_heads(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, interleav
     return outputs[0].transpose(1, 2), outputs[1].transpose(1, 2)
 
 
+_GENERATOR_BYTES = 5056
+"""Size of the state of PyTorch's generator for the CPU, as the kernels read it."""
+_generator_lock = threading.Lock()
+_T = TypeVar("_T")
+
+
+def _with_generator(draw: Callable[[int], _T], generator: torch.Generator | None) -> _T:
+    """Return `draw(address of the state)`, after which the generator has the state that it has written.
+
+    `generator` is PyTorch's global one by default. Draws of other threads wait for this one. If another operation of
+    PyTorch has taken random numbers meanwhile, it draws again.
+    """
+    generator = torch.default_generator if generator is None else generator
+    with _generator_lock:
+        while True:
+            before = generator.get_state()
+            state = before.clone()
+            drawn = draw(state.data_ptr())
+            if generator.get_state().equal(before):
+                generator.set_state(state)
+                return drawn
+
+
+def has_known_generator() -> bool:
+    """Whether the state of PyTorch's generator for the CPU has the size that the kernels know."""
+    return torch.default_generator.get_state().numel() == _GENERATOR_BYTES
+
+
 def multinomial(probs: Tensor, generator: torch.Generator | None = None) -> Tensor | None:
     """Draw a token of each row of contiguous float32 `probs` `[rows, vocabulary]`; None: they are no probabilities.
 
-    `generator` is PyTorch's global one by default. Its numbers are taken in one operation, which holds its lock.
+    `generator` is PyTorch's global one by default.
     """
     library = _library()
     assert library is not None, "is_available() was not checked"
-    if not library.are_probabilities(probs.data_ptr(), *probs.shape):
+    tokens = torch.empty(len(probs), dtype=torch.int64, device="cpu")
+    threads = torch.get_num_threads()
+
+    def draw(state: int) -> int:
+        return library.multinomial(probs.data_ptr(), state, *probs.shape, tokens.data_ptr(), threads)  # type: ignore[no-any-return]
+
+    return None if _with_generator(draw, generator) else tokens
+
+
+def sample(scores: Tensor, settings: Tensor, keys: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor]:
+    """Sample a token of each row of contiguous float32 `scores` `[rows, vocabulary]`; see `kernels.sampling.sample`.
+
+    `settings`, float32 `[rows or 1, 4]`, are temperature, top-k, 1 - top-p and min-p of each row or of all. Return
+    tokens, marks (None: all probabilities are finite) and probabilities of the tokens.
+    """
+    library = _library()
+    assert library is not None, "is_available() was not checked"
+    rows, vocabulary = scores.shape
+    drawn = torch.empty(2, rows, dtype=torch.int64, device="cpu")
+    probs = torch.empty(rows, dtype=torch.float32, device="cpu")
+    tokens, marks = drawn
+    stride = int(len(settings) > 1)
+    outputs = rows, vocabulary, tokens.data_ptr(), marks.data_ptr(), probs.data_ptr(), torch.get_num_threads()
+
+    def draw(state: int | None) -> int:
+        of_keys = None if keys is None else keys.data_ptr()
+        return library.sample(scores.data_ptr(), settings.data_ptr(), stride, of_keys, state, *outputs)  # type: ignore[no-any-return]
+
+    num_invalid = _with_generator(draw, None) if keys is None else draw(None)
+    if num_invalid < 0:
+        raise MemoryError("sampling needs memory for the tokens that its filters keep")
+    return tokens, marks if num_invalid else None, probs
+
+
+def softmax(scores: Tensor) -> Tensor:
+    """Return the softmax of contiguous float32 scores `[rows, vocabulary]`; NaN for rows that have none."""
+    library = _library()
+    assert library is not None, "is_available() was not checked"
+    probs = torch.empty_like(scores)
+    library.softmax(scores.data_ptr(), probs.data_ptr(), *scores.shape, torch.get_num_threads())
+    return probs
+
+
+def keep_probable(scores: Tensor, settings: Tensor) -> Tensor | None:
+    """Return scores `[rows, vocabulary]` with -inf for those that top-p and min-p remove; `settings` as in `sample`.
+
+    None if PyTorch has to compute it: on another device or in another dtype.
+    """
+    library = _library()
+    is_supported = scores.device.type == "cpu" and scores.dtype == torch.float32 and scores.is_contiguous()
+    if library is None or not is_supported:
         return None
-    words = torch.empty(probs.shape, dtype=torch.int64, device="cpu")
-    words.random_(torch.iinfo(torch.int64).min, None, generator=generator)
-    tokens = probs.new_empty(len(probs), dtype=torch.int64)
-    library.multinomial(probs.data_ptr(), words.data_ptr(), *probs.shape, tokens.data_ptr())
-    return tokens
+    out = torch.empty_like(scores)
+    stride = int(len(settings) > 1)
+    threads = torch.get_num_threads()
+    if library.keep_probable(scores.data_ptr(), settings.data_ptr(), stride, out.data_ptr(), *scores.shape, threads):
+        raise MemoryError("top-p and min-p need memory for a copy of a row of scores")
+    return out
 
 
 def race(probs: Tensor, keys: Tensor, ids: Tensor | None = None) -> Tensor | None:
@@ -526,10 +605,14 @@ def _load() -> tuple[ctypes.CDLL | None, str]:
     library.rotate_heads.restype = None
     library.run_program.argtypes = [pointer, size, pointer, size, ctypes.c_int]
     library.run_program.restype = ctypes.c_int
-    library.are_probabilities.argtypes = [pointer, size, size]
-    library.are_probabilities.restype = ctypes.c_int
-    library.multinomial.argtypes = [pointer, pointer, size, size, pointer]
-    library.multinomial.restype = None
+    library.multinomial.argtypes = [pointer, pointer, size, size, pointer, ctypes.c_int]
+    library.multinomial.restype = ctypes.c_int
+    library.sample.argtypes = [*[pointer] * 2, size, *[pointer] * 2, size, size, *[pointer] * 3, ctypes.c_int]
+    library.sample.restype = size
+    library.softmax.argtypes = [pointer, pointer, size, size, ctypes.c_int]
+    library.softmax.restype = None
+    library.keep_probable.argtypes = [pointer, pointer, size, pointer, size, size, ctypes.c_int]
+    library.keep_probable.restype = ctypes.c_int
     library.race.argtypes = [*[pointer] * 3, size, size, pointer, ctypes.c_int]
     library.race.restype = ctypes.c_int
     library.keep_top_k.argtypes = [*[pointer] * 3, size, size, ctypes.c_int]

@@ -1,7 +1,7 @@
 """Sampling from scores as one operation: temperature, top-k, top-p and min-p filters, softmax and the draw.
 
 It keeps the tokens that the warpers of Transformers keep, without sorting the vocabulary. The Triton backend computes
-it; without it, callers use PyTorch's operations.
+it, and on a CPU the C kernels do for rows with a top-k; without them, callers use the operations one by one.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ class Warpers:
         """Whether no program reads a whole row more than once, unless many scores are equal."""
         return not self.is_filter or 0 < self.top_k <= _SMALL_TOP_K
 
-    def numbers(self, vocabulary: int) -> tuple[float, float, float, float]:
+    def numbers(self, vocabulary: int, is_inverted: bool = True) -> tuple[float, float, float, float]:
         """Return what the kernels read. PyTorch divides by a number on CUDA by multiplying with its inverse."""
-        inverse = np.float32(1) / np.float32(self.temperature)
-        return float(inverse), min(self.top_k, vocabulary), 1 - self.top_p, self.min_p
+        divisor = float(np.float32(1) / np.float32(self.temperature)) if is_inverted else self.temperature
+        return divisor, min(self.top_k, vocabulary), 1 - self.top_p, self.min_p
 
 
 def can_race(device: torch.device) -> bool:
@@ -54,14 +54,21 @@ def can_race(device: torch.device) -> bool:
     return select_backend(device) == "triton"
 
 
-def can_sample(device: torch.device, warpers: Iterable[Warpers], rows: int) -> bool:
-    """Whether `sample` is available on a device, and not slower for these rows than PyTorch's operations."""
-    if not can_race(device):
+def can_sample(device: torch.device, warpers: Iterable[Warpers], rows: int, is_seeded: bool) -> bool:
+    """Whether `sample` is available on a device, and not slower for these rows than PyTorch's operations.
+
+    `is_seeded`: whether rows have keys.
+    """
+    if can_race(device):
+        return rows >= MANY_ROWS or all(of_row.is_quick for of_row in warpers)
+    if device.type != "cpu" or not native.is_available():
         return False
-    return rows >= MANY_ROWS or all(of_row.is_quick for of_row in warpers)
+    return (is_seeded or _has_own_noise()) and all(0 < of_row.top_k <= _SMALL_TOP_K for of_row in warpers)
 
 
-def sample(scores: Tensor, warpers: Warpers | Sequence[Warpers], keys: Tensor | None) -> tuple[Tensor, Tensor]:
+def sample(
+    scores: Tensor, warpers: Warpers | Sequence[Warpers], keys: Tensor | None
+) -> tuple[Tensor, Tensor | None, Tensor]:
     """Sample one token of each row.
 
     Parameters
@@ -75,14 +82,17 @@ def sample(scores: Tensor, warpers: Warpers | Sequence[Warpers], keys: Tensor | 
 
     Returns
     -------
-    drawn : int64 [2, rows]
-        Tokens, and 2 for each row whose probabilities are not finite (its token is 0), else 0.
+    tokens : int64 [rows]
+        The tokens.
+    marks : int64 [rows], optional
+        2 for each row whose probabilities are not finite (its token is 0), else 0. None: all are finite.
     probs : float32 [rows]
         Probabilities of the tokens.
     """
     vocabulary = scores.shape[1]
+    is_native = not can_race(scores.device)
     if isinstance(warpers, Warpers):
-        settings = _uniform(warpers, vocabulary, scores.device)
+        settings = _uniform(warpers, vocabulary, scores.device, not is_native)
         has_filters = warpers.is_filter
         has_unfiltered = not has_filters
     else:
@@ -90,19 +100,30 @@ def sample(scores: Tensor, warpers: Warpers | Sequence[Warpers], keys: Tensor | 
         has_filters = False
         has_unfiltered = False
         for of_row in warpers:
-            numbers += of_row.numbers(vocabulary)
+            numbers += of_row.numbers(vocabulary, not is_native)
             has_filters |= of_row.is_filter
             has_unfiltered |= not of_row.is_filter
         settings = to_device(numbers, scores.device, torch.float32).view(-1, 4)
+    if is_native:
+        return native.sample(scores.float().contiguous(), settings, keys)
     noise = None
     if keys is None:
         noise = torch.empty(scores.shape, dtype=torch.float32, device=scores.device).exponential_()
-    return _backend().sample(scores, settings, keys, noise, has_filters, has_unfiltered)  # type: ignore[no-any-return]
+    drawn, probs = _backend().sample(scores, settings, keys, noise, has_filters, has_unfiltered)
+    return drawn[0], drawn[1], probs
+
+
+def softmax(scores: Tensor) -> Tensor:
+    """Return the softmax `float32 [rows, vocabulary]` of scores; on a CPU in the bits of `sample`."""
+    scores = scores.float()
+    if scores.device.type == "cpu" and native.is_available() and not scores.requires_grad:
+        return native.softmax(scores.contiguous())
+    return scores.softmax(dim=-1)
 
 
 def race(probs: Tensor, keys: Tensor) -> Tensor:
     """Return the winners `int64 [rows]` of the races over `probs`, `float32 [rows, vocabulary]`."""
-    return _backend().race(probs, _uniform(Warpers(), 1, probs.device), keys)  # type: ignore[no-any-return]
+    return _backend().race(probs, _uniform(Warpers(), 1, probs.device, True), keys)  # type: ignore[no-any-return]
 
 
 def multinomial(probs: Tensor) -> Tensor:
@@ -118,7 +139,7 @@ def multinomial(probs: Tensor) -> Tensor:
 @lru_cache
 def _has_own_noise() -> bool:
     """Whether PyTorch draws on the CPU as `native.multinomial` does: it may use MKL's generator."""
-    if not native.is_available():
+    if not native.is_available() or not native.has_known_generator():
         return False
     probs = torch.linspace(0.1, 1, 3003, dtype=torch.float32).view(3, -1)
     native_generator = torch.Generator().manual_seed(0)
@@ -135,7 +156,7 @@ def _backend() -> Any:
 
 
 @lru_cache(maxsize=64)
-def _uniform(warpers: Warpers, vocabulary: int, device: torch.device) -> Tensor:
+def _uniform(warpers: Warpers, vocabulary: int, device: torch.device, is_inverted: bool) -> Tensor:
     """Settings of all rows, copied once."""
     with torch.inference_mode(False):
-        return torch.tensor([warpers.numbers(vocabulary)], dtype=torch.float32, device=device)
+        return torch.tensor([warpers.numbers(vocabulary, is_inverted)], dtype=torch.float32, device=device)

@@ -111,18 +111,24 @@ def test_calls_that_sample_together_get_the_tokens_and_scores_of_each_alone(seed
             rows = sorted(rng.sample(range(together.num_rows), rng.randint(1, together.num_rows)))
             logits = 3 * torch.randn(len(rows), VOCABULARY, generator=generator)
             logits = (2 * logits).round() / 2 if rng.random() < 0.5 else logits  # with ties
-            together.returns_log_probs = by_itself.returns_log_probs = True
-            together.top_log_probs = by_itself.top_log_probs = [TopLogProbs(3)] if rng.random() < 0.5 else []
+            has_log_probs = seed % 4 > 0  # without them, one operation may filter and draw
+            together.returns_log_probs = by_itself.returns_log_probs = has_log_probs
+            top = [TopLogProbs(3)] if has_log_probs and rng.random() < 0.5 else []
+            together.top_log_probs = by_itself.top_log_probs = top
             tasks.append(SamplingTask(together, rows))
             given.append(logits)
             processed = copy.deepcopy(by_itself).distribution(rows, logits.clone())
-            assert torch.equal(processed, stock_distribution(by_itself, rows, logits))
+            stock = stock_distribution(by_itself, rows, logits)
+            assert torch.equal(processed > 0, stock > 0)
+            torch.testing.assert_close(processed, stock)
             expected += SamplingBatch([SamplingTask(by_itself, rows)]).sample([Part(logits.clone())])
         results = sample_together(tasks, [Part(logits) for logits in given])
         for task, logits, found, one in zip(tasks, given, results, expected, strict=True):
             assert not isinstance(found, Exception)
             assert found.read() == one.read()
             assert torch.equal(found.tokens.tensor, one.tokens.tensor)
+            if not has_log_probs:
+                continue
             assert (found.log_probs.model - one.log_probs.model).abs().max() < 1e-5
             assert (found.log_probs.sampling - one.log_probs.sampling).abs().max() < 1e-5
             model = logits.log_softmax(-1)

@@ -312,6 +312,10 @@ def keep_top_k(scores: torch.Tensor, batch: ProcessorBatch) -> torch.Tensor:
 
 def keep_top_p(scores: torch.Tensor, batch: ProcessorBatch) -> torch.Tensor:
     """Keep the most probable tokens of total probability `top_p`."""
+    numbers = [(1.0, 0, 1 - processor.top_p, 0.0) for processor in batch.processors]
+    filtered = native.keep_probable(scores, _rows(numbers))
+    if filtered is not None:
+        return filtered
     ascending, order = torch.sort(scores, descending=False)
     removable = _setting([1 - processor.top_p for processor in batch.processors], scores.device)
     removed = ascending.softmax(dim=-1).cumsum(dim=-1) <= removable
@@ -322,6 +326,9 @@ def keep_top_p(scores: torch.Tensor, batch: ProcessorBatch) -> torch.Tensor:
 
 def keep_min_p(scores: torch.Tensor, batch: ProcessorBatch) -> torch.Tensor:
     """Keep tokens of at least `min_p` times the highest probability."""
+    filtered = native.keep_probable(scores, _rows([(1.0, 0, 0.0, processor.min_p) for processor in batch.processors]))
+    if filtered is not None:
+        return filtered
     probs = scores.softmax(dim=-1)
     min_p = _setting([processor.min_p for processor in batch.processors], scores.device)
     limit = min_p * probs.amax(dim=-1, keepdim=True)
@@ -401,6 +408,12 @@ def _setting(values: list[float], device: torch.device) -> float | torch.Tensor:
     if values.count(values[0]) == len(values):
         return values[0]
     return to_device(values, device, torch.float32)[:, None]
+
+
+def _rows(numbers: Sequence[tuple[float, ...]]) -> torch.Tensor:
+    """Return numbers of rows, or of one if all are equal, float32."""
+    are_equal = numbers.count(numbers[0]) == len(numbers)
+    return torch.tensor(numbers[:1] if are_equal else numbers, dtype=torch.float32, device="cpu")
 
 
 def _divide(scores: torch.Tensor, divisor: float | torch.Tensor) -> torch.Tensor:

@@ -36,7 +36,7 @@ from hf_parallel.generation.sampling.rng import (
 from hf_parallel.generation.sampling.row_processors import CallRows, JointProcessors, RowCriteria, RowProcessors
 from hf_parallel.generation.sampling.token_table import TokenTable
 from hf_parallel.kernels import HostCopy, to_device
-from hf_parallel.kernels.sampling import Warpers, can_race, can_sample, multinomial, sample
+from hf_parallel.kernels.sampling import Warpers, can_race, can_sample, multinomial, sample, softmax
 
 
 class DrawnTokens(NamedTuple):
@@ -200,13 +200,13 @@ class Sampler:
         in ascending order."""
         scores = JointProcessors([CallRows(self.processors, rows)])(logits.to(self.table.device))
         self.record_scores(rows, logits, scores)
-        return _softmax(scores) if self.do_sample else scores
+        return softmax(scores) if self.do_sample else scores
 
     def distribution_ahead(self, logits: torch.Tensor, length: int) -> torch.Tensor:
         """Return the probabilities `[vocabulary]` for a row of `length` tokens, given logits `[vocabulary]`.
         Requires processors that do not depend on the tokens. Thread-safe."""
         scores = logits[None].to(copy=True, dtype=torch.float32, device=self.table.device)
-        return _softmax(self.processors.ahead(scores, length))[0]
+        return softmax(self.processors.ahead(scores, length))[0]
 
     def draw(self, rows: Sequence[int], distribution: torch.Tensor | Sequence[Candidates]) -> Sampled:
         """Sample one token for each row and append it to the table; `Candidates` if rows have RNGs."""
@@ -401,7 +401,7 @@ class SamplingBatch:
             scores = self._processors(joined)
             drawn_from = scores[self._drawing_rows] if self._is_mixed else scores
             if self._drawing and not self._fuses:
-                drawn_from = _softmax(drawn_from)
+                drawn_from = softmax(drawn_from)
         except Exception as error:  # such as out of memory, for all rows together
             if len(self.tasks) == 1:
                 raise
@@ -439,17 +439,18 @@ class SamplingBatch:
     def _fuses(self) -> bool:
         """Whether one operation applies the last warpers and draws. Scores that are returned need each warper."""
         drawing = self._drawing
-        if not drawing or not can_race(self.device):
+        if not drawing or any(task.sampler.scores is not None for task in drawing):
             return False
-        if any(task.sampler.scores is not None for task in drawing):
-            return False
+        if self._is_requested and not can_race(self.device):
+            return False  # a trainer computes the log-probabilities of scores, not of probabilities
         warpers = []
         num_rows = 0
         for task in drawing:
             _, of_task = task.sampler.processors.fused
             warpers.append(of_task)
             num_rows += len(task.rows)
-        return can_sample(self.device, warpers, num_rows)
+        is_seeded = all(task.sampler.rngs is not None for task in drawing)
+        return can_sample(self.device, warpers, num_rows, is_seeded)
 
     @cached_property
     def _processors(self) -> JointProcessors:
@@ -493,8 +494,7 @@ class SamplingBatch:
         """
         if self._fuses:
             keys = next_keys(self._rngs, self.device) if self._rngs else None
-            drawn, probs = sample(values, self._warpers, keys)
-            return drawn[0], drawn[1], probs
+            return sample(values, self._warpers, keys)
         tokens = _draw_tokens(values, self._rngs)
         return tokens, None, values.gather(1, tokens[:, None]).squeeze(1)
 
@@ -570,7 +570,3 @@ class SamplingBatch:
 def _draw_tokens(probs: torch.Tensor, rngs: Sequence[RowRNG]) -> torch.Tensor:
     """Draw one token of each row with its RNG; without RNGs, with PyTorch's global generator."""
     return draw(probs, rngs) if rngs else multinomial(probs)
-
-
-def _softmax(scores: torch.Tensor) -> torch.Tensor:
-    return scores.float().softmax(dim=-1)
