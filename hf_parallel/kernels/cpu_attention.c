@@ -271,7 +271,7 @@ INLINE Tile tile_of(const Block *block, int64_t start, int count, float *room) {
                   {key_bytes, other_bytes}, block->softcap};
 }
 
-/* The result of a row for some keys, unnormalised: sums of values weighted by 2^(score - best), and of the weights.
+/* The result of a row for some keys, unnormalized: sums of values weighted by 2^(score - best), and of the weights.
  * Results are merged by `new = larger(best, best2)`: each sum becomes sum2 * 2^(best2 - new) + sum * 2^(best - new).
  *
  * A tile of rows has them as vectors: sums [dim][width], then `best` [width] and totals [width]. */
@@ -410,7 +410,7 @@ typedef struct {
 typedef struct {
     const void *query;                               /* [T][heads][lead + dim] in the format of the keys, by strides */
     int64_t query_token, query_head;
-    float *out, *best, *total;                       /* [T][heads][dim], [T][heads] twice: results, at the end normalised */
+    float *out, *best, *total;                       /* [T][heads][dim], [T][heads] twice: results, at the end normalized */
     const float *sinks;                              /* [heads] logits, NULL: none */
     Storage storage, quantized;
     int64_t tokens, heads, kv_heads, lead, dim;
