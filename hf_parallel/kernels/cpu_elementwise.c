@@ -22,7 +22,7 @@ static float sum_of_squares(const float *x, int64_t n) {
     return sums[0];
 }
 
-// Normalise `rows` rows of `n` numbers: x / sqrt(mean(x^2) + eps) * (weight + offset); without weights: * 1.
+// Normalize `rows` rows of `n` numbers: x / sqrt(mean(x^2) + eps) * (weight + offset); without weights: * 1.
 void rms_norm(const float *x, const float *weight, float *out, int64_t rows, int64_t n, double eps, double offset,
               int threads) {
     const float added = (float)offset;
