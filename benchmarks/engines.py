@@ -28,7 +28,7 @@ import torch
 
 from hf_parallel.files import cache_folder
 from hf_parallel.models.loading.demo_file import find_demo_file
-from hf_parallel.models.loading.gguf_file import gguf_file, load_tokenizer
+from hf_parallel.models.loading.gguf_file import gguf_file, load_tokenizer, read_gguf
 from hf_parallel.progress import progress_bar
 
 from .engine import question, system_prompt
@@ -114,7 +114,7 @@ def load(options: argparse.Namespace) -> tuple[None, Any]:
         torch.set_num_threads(options.threads)
     file = random_model(options.shape)
     options.model = str(file)
-    return None, load_tokenizer(file)
+    return None, load_tokenizer(read_gguf(file))
 
 
 def run(model: None, tokenizer: Any, sizes: Any) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -14,7 +15,9 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from test_packed import packed_weights
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
+    AutoTokenizer,
     Gemma3ForCausalLM,
     Gemma3TextConfig,
     LlamaConfig,
@@ -25,13 +28,15 @@ from transformers import (
     Qwen2Config,
     Qwen3Config,
 )
+from transformers import modeling_gguf_pytorch_utils as stock
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 import hf_parallel
 from hf_parallel.kernels import native
 from hf_parallel.models.cpu.packed import PackedEmbedding, PackedLinear
 from hf_parallel.models.loading import load_model
-from hf_parallel.models.loading.gguf_file import read_gguf
+from hf_parallel.models.loading.demo_file import find_demo_file
+from hf_parallel.models.loading.gguf_file import load_tokenizer, read_blocks, read_gguf
 from hf_parallel.models.loading.gguf_rope import scaled_rope
 
 gguf = pytest.importorskip("gguf")
@@ -81,9 +86,10 @@ def add_sizes(writer: Any, layers: int, hidden: int, heads: int, kv_heads: int, 
     writer.add_vocab_size(300)
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("gpt-2")
-    writer.add_token_list([*(chr(256 + n) for n in range(256)), "Āā", *(f"<{n}>" for n in range(257, 300))])
+    writer.add_token_list([*(chr(256 + n) for n in range(256)), "Āā", "Ăă", *(f"<{n}>" for n in range(258, 300))])
     writer.add_token_types([1] * 300)
-    writer.add_token_merges(["Ā ā"])
+    writer.add_token_scores([-0.1 * token for token in range(300)])
+    writer.add_token_merges(["Ā ā", "Ă ă"])
     writer.add_eos_token_id(299)
     writer.add_bos_token_id(298)
 
@@ -129,8 +135,93 @@ def test_an_architecture_whose_names_are_not_known_raises(tmp_path: Path) -> Non
     for write_part in (writer.write_header_to_file, writer.write_kv_data_to_file, writer.write_tensors_to_file):
         write_part()
     writer.close()
+    contents = read_gguf(tmp_path / "a.gguf")
     with pytest.raises(ValueError, match=r"a.gguf: packed architectures are .*'qwen3'.*got 'gemma2'"):
-        read_gguf(tmp_path / "a.gguf", AutoModelForCausalLM.from_config(LlamaConfig(**SIZES)))
+        read_blocks(contents, AutoModelForCausalLM.from_config(LlamaConfig(**SIZES)))
+
+
+# The reader that Transformers gets
+
+TEXT = "<258> Āā <299>\n\n1. don't  <259>🙂"
+
+
+def add_special_tokens(writer: Any) -> None:
+    """Mark two tokens as control tokens and one as user-defined, and write a chat template."""
+    del writer.kv_data[0]["tokenizer.ggml.token_type"]
+    writer.add_token_types([3 if token >= 298 else 4 if token == 258 else 1 for token in range(300)])
+    writer.add_pad_token_id(298)
+    writer.add_chat_template("{{ messages[0].content }}")
+
+
+@pytest.mark.parametrize("demo", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_config_and_tokenizer_are_those_of_transformers(demo: bool, tmp_path: Path) -> None:
+    file = find_demo_file()[0] if demo else tmp_path / "a.gguf"
+    if not demo:
+        write(file, "qwen3", ["Q8_0"], True, add_special_tokens)
+    config = AutoConfig.from_pretrained(file.parent, gguf_file=file.name)
+    tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
+    contents = read_gguf(file)
+    with contents.shared():
+        read_config = AutoConfig.from_pretrained(file.parent, gguf_file=file.name)
+    read_tokenizer = load_tokenizer(contents)
+    assert repr(read_config) == repr(config)
+    assert type(read_tokenizer) is type(tokenizer)
+    assert read_tokenizer.backend_tokenizer.to_str() == tokenizer.backend_tokenizer.to_str()  # vocabulary, merges
+    assert read_tokenizer.special_tokens_map == tokenizer.special_tokens_map
+    assert read_tokenizer.init_kwargs == tokenizer.init_kwargs
+    assert read_tokenizer(TEXT).input_ids == tokenizer(TEXT).input_ids
+
+
+def test_transformers_gets_the_same_lists(tmp_path: Path) -> None:
+    file = tmp_path / "a.gguf"
+    writer = gguf.GGUFWriter(file, "lfm2")
+    add_sizes(writer, layers=4, hidden=32, heads=2, kv_heads=1, intermediate=32)
+    del writer.kv_data[0]["lfm2.attention.head_count_kv"]
+    writer.add_head_count_kv([0, 2, 0, 1])
+    writer.add_feed_forward_length([32])  # read as a number
+    writer.add_array("tokenizer.chat_template", ["ü", "<s>"])
+    writer.add_array("tokenizer.ggml.add_bos_token", [True, False])
+    writer.add_tensor("token_embd.weight", torch.ones(300, 32).numpy())
+    writer.add_tensor("blk.3.attn_q.weight", torch.ones(32, 32).numpy())
+    finish(writer)
+    expected = stock.load_gguf_checkpoint(str(file))
+    with read_gguf(file).shared():
+        assert repr(stock.load_gguf_checkpoint(str(file))) == repr(expected)
+
+
+@pytest.mark.parametrize("weights", ["packed", None])
+def test_each_load_opens_one_reader(weights: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(tmp_path / "a.gguf", "llama", ["Q8_0"], True)
+    opened: list[Path] = []
+    initialize = gguf.GGUFReader.__init__
+
+    def count(reader: Any, path: Path, *arguments: Any) -> None:
+        opened.append(path)
+        initialize(reader, path, *arguments)
+
+    monkeypatch.setattr(gguf.GGUFReader, "__init__", count)
+    load_model(str(tmp_path / "a.gguf"), weights=weights)
+    assert opened == [tmp_path / "a.gguf"]
+
+
+def test_a_shared_reader_is_for_its_file_and_thread_until_the_end(tmp_path: Path) -> None:
+    for name in ("a.gguf", "b.gguf"):
+        write(tmp_path / name, "llama", ["Q8_0"], True)
+    contents = read_gguf(tmp_path / "a.gguf")
+    stock_class = gguf.GGUFReader
+    stock_map = gguf.get_tensor_name_map
+
+    def open_reader(name: str) -> Any:
+        return gguf.GGUFReader(tmp_path / name)
+
+    with contents.shared(), ThreadPoolExecutor() as threads:
+        assert open_reader("a.gguf") is contents.reader
+        assert type(open_reader("b.gguf")) is stock_class
+        assert type(threads.submit(open_reader, "a.gguf").result()) is stock_class
+    with pytest.raises(FileNotFoundError), contents.shared():
+        open_reader("c.gguf")
+    assert gguf.GGUFReader is stock_class
+    assert gguf.get_tensor_name_map is stock_map
 
 
 # Scaling of rotary embeddings

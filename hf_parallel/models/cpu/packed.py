@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -19,8 +19,11 @@ from transformers import PreTrainedModel
 
 from hf_parallel.kernels import native
 from hf_parallel.models.cpu.linear import PACKINGS, is_computable, product
-from hf_parallel.models.loading.gguf_file import Blocks, load_empty, read_gguf
+from hf_parallel.models.loading.gguf_file import Blocks, load_empty, read_blocks
 from hf_parallel.progress import progress_bar
+
+if TYPE_CHECKING:
+    from hf_parallel.models.loading.gguf_reader import GGUF
 
 PACKED = ("packed", "packed_int8")
 """Values of `weights`: activations of linear layers stay in float32, or are rounded to 8 bits."""
@@ -125,18 +128,18 @@ def pack_blocks(model: PreTrainedModel, blocks: Blocks, int8: bool = False) -> N
             module.int8 = int8 and module.packing in native.INTEGERS
 
 
-def load_gguf(file: Path, int8: bool = False) -> PreTrainedModel:
-    """Load a model whose weights stay in the blocks of its GGUF file. `ValueError`: see `read_gguf`."""
-    model, blocks, weights = load_empty(file)
+def load_gguf(contents: GGUF, int8: bool = False) -> PreTrainedModel:
+    """Load a model whose weights stay in the blocks of its GGUF file. `ValueError`: see `read_blocks`."""
+    model, blocks, weights = load_empty(contents)
     model.load_state_dict(weights, assign=True, strict=False)
     model.tie_weights()
     pack_blocks(model, blocks, int8)
     return model
 
 
-def save_blocks(model: PreTrainedModel, gguf_file: Path, folder: Path) -> None:
+def save_blocks(model: PreTrainedModel, contents: GGUF, folder: Path) -> None:
     """Save the blocks of a model's GGUF file by the names of its layers."""
-    blocks, _ = read_gguf(gguf_file, model)
+    blocks, _ = read_blocks(contents, model)
     tensors: dict[str, torch.Tensor] = {}
     for name, (packing, data) in blocks.items():
         tensors[f"{name.removesuffix('.weight')}.{packing}"] = data

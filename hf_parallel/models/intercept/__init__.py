@@ -47,6 +47,8 @@ function of checkpoints             engine is open; a pass                      
 PEFT's attributes of the active     a pass                   the pass                           `adapters.py`
 adapter
 settings of Dynamo                  a compiled decode step   the step                           `compiler.py`
+`GGUFReader` and                    the load of a GGUF       the load; other threads get        `loading/gguf_reader.py`
+`get_tensor_name_map` of gguf       file                     gguf's own
 ==================================  =======================  =================================  ========================
 
 Nothing else of Transformers, PEFT or torch is replaced: no module's globals, and no method of a class. The pass of

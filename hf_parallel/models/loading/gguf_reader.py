@@ -5,8 +5,12 @@ Needs the package gguf: imported where a file is read.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import os
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -34,36 +38,56 @@ _NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "use_parallel_residual": (False,),
 }
 """Keys with the values with which they change nothing."""
+_LIST = [gguf.GGUFValueType.ARRAY]
+"""Types of a field whose last part is the list of all its values. Transformers takes such a part unchanged."""
+_LOCK = threading.RLock()
+"""Held while names of the package gguf are replaced."""
 
 
 class _Reader(gguf.GGUFReader):
-    """A reader that raises `ValueError` where a damaged file points beyond its end: the base class reads less."""
+    """A reader that raises `ValueError` where a damaged file points beyond its end: the base class reads less.
+
+    Its arrays are plain views of the mapped file: NumPy takes several times as long to slice an `np.memmap`.
+    """
 
     def _get(self, offset: int, dtype: npt.DTypeLike, count: int = 1, override_order: Any = None) -> npt.NDArray[Any]:
-        if int(offset) + int(count) * np.dtype(dtype).itemsize > len(self.data):
+        kind = np.dtype(dtype)
+        end = int(offset) + int(count) * kind.itemsize
+        if end > len(self.data):
             raise ValueError(f"{count} values at byte {offset} are beyond its end")
-        return super()._get(offset, dtype, count, override_order)
+        values = np.asarray(self.data)[int(offset) : end].view(kind)
+        return values.view(kind.newbyteorder(override_order or self.byte_order))
 
     def _get_field_parts(self, orig_offs: int, raw_type: int) -> Any:
-        """Read an array of numbers at once, and skip one of strings; the base class takes seconds for a vocabulary."""
+        """Read an array as one part, a list. The base class makes several arrays for each element."""
         if raw_type != gguf.GGUFValueType.ARRAY:
             return super()._get_field_parts(orig_offs, raw_type)
         kind = gguf.GGUFValueType(int(self._get(orig_offs, np.uint32)[0]))
         length = int(self._get(orig_offs + 4, np.uint64)[0])
         if length > _MOST_ELEMENTS:
             raise ValueError(f"an array has {length} elements, more than {_MOST_ELEMENTS}")
-        start = end = orig_offs + 12
-        types = [gguf.GGUFValueType.ARRAY, kind]
+        if length < 2:  # Transformers reads an array of one element as that element
+            return super()._get_field_parts(orig_offs, raw_type)
+        start = orig_offs + 12
         if kind == gguf.GGUFValueType.STRING:
-            content = memoryview(self.data)  # type: ignore[arg-type] # on Python 3.10, arrays declare no buffer
-            order: Any = "little" if self.endianess == gguf.GGUFEndian.LITTLE else "big"
-            for _ in range(length):
-                if end > len(content):
-                    raise ValueError(f"an array of {length} strings ends beyond its end")
-                end += 8 + int.from_bytes(content[end : end + 8], order)
-            return end - orig_offs, [], [], types
-        values = self._get(start, self.gguf_scalar_to_np[kind], length)
-        return values.nbytes + 12, [values], [0], types
+            strings, end = self._get_strings(start, length)
+            return end - orig_offs, [strings], [0], _LIST
+        numbers = self._get(start, self.gguf_scalar_to_np[kind], length)
+        return numbers.nbytes + 12, [numbers.tolist()], [0], _LIST
+
+    def _get_strings(self, start: int, length: int) -> tuple[list[str], int]:
+        """Return the strings of an array, and the offset of the first byte after them."""
+        content = memoryview(self.data)  # type: ignore[arg-type] # on Python 3.10, arrays declare no buffer
+        order: Any = "little" if self.endianess == gguf.GGUFEndian.LITTLE else "big"
+        strings = []
+        end = start
+        for _ in range(length):
+            begin = end + 8
+            end = begin + int.from_bytes(content[end:begin], order)
+            if end > len(content):
+                raise ValueError(f"an array of {length} strings ends beyond its end")
+            strings.append(str(content[begin:end], "utf-8"))
+        return strings, end
 
 
 @dataclass
@@ -75,6 +99,7 @@ class GGUF:
     general: dict[str, Any]  # keys without an architecture
     metadata: dict[str, Any]  # keys of the architecture, without its name
     tensors: dict[str, gguf.ReaderTensor]
+    reader: gguf.GGUFReader
 
     @property
     def rope_tensors(self) -> dict[str, npt.NDArray[Any]]:
@@ -82,6 +107,29 @@ class GGUF:
         return {
             name: gguf.dequantize(one.data, one.tensor_type) for name, one in self.tensors.items() if name in TENSORS
         }
+
+    @contextmanager
+    def shared(self) -> Iterator[None]:
+        """Let Transformers read the file through `reader`, in this thread; its own reader takes seconds per use.
+
+        Transformers imports `GGUFReader` and `get_tensor_name_map` from gguf in each call, so both are replaced in that
+        package. The second one returns the same table for each module of a model, and would compute it each time.
+        """
+
+        def open_reader(path: str | os.PathLike[str], *arguments: Any, **options: Any) -> gguf.GGUFReader:
+            is_this_file = os.path.samefile(path, self.file)
+            return self.reader if is_this_file else stock_reader(path, *arguments, **options)
+
+        with _LOCK:
+            stock_reader = gguf.GGUFReader
+            stock_map = gguf.get_tensor_name_map
+            gguf.GGUFReader = _in_this_thread(open_reader, stock_reader)  # type: ignore[misc] # a class
+            gguf.get_tensor_name_map = _in_this_thread(cache(stock_map), stock_map)
+            try:
+                yield
+            finally:
+                gguf.GGUFReader = stock_reader  # type: ignore[misc]
+                gguf.get_tensor_name_map = stock_map
 
     def integer(self, key: str, default: int | None = None) -> int:
         """Return a positive integer of the metadata. Raises `ValueError` if it is missing or something else."""
@@ -112,12 +160,23 @@ class GGUF:
                 raise ValueError(f"the tensor {name} is not supported: it may change results")
 
 
+def _in_this_thread(function: Callable[..., Any], elsewhere: Callable[..., Any]) -> Any:
+    """Return a function that calls `function` in the current thread, and `elsewhere` in others."""
+    thread = threading.get_ident()
+
+    def call(*arguments: Any, **options: Any) -> Any:
+        chosen = function if threading.get_ident() == thread else elsewhere
+        return chosen(*arguments, **options)
+
+    return call
+
+
 def read(file: Path) -> GGUF:
     """Read a file's metadata, and where its tensors are. Raises `ValueError` if it is damaged, or holds no model."""
     try:
         with np.errstate(all="ignore"):
             reader = _Reader(file)
-        fields = {name: field.contents() for name, field in reader.fields.items()}
+        fields = {name: _value(field) for name, field in reader.fields.items()}
         tensors = {tensor.name: tensor for tensor in reader.tensors}
     except (ArithmeticError, AttributeError, LookupError, MemoryError, RecursionError, TypeError, ValueError) as error:
         raise ValueError(f"it is damaged, or no GGUF file: {error}") from error
@@ -138,9 +197,13 @@ def read(file: Path) -> GGUF:
             metadata[key.removeprefix(prefix)] = value
         else:
             general[key] = value
-    contents = GGUF(file, architecture, general, metadata, tensors)
+    contents = GGUF(file, architecture, general, metadata, tensors, reader)
     _check_sizes(contents)
     return contents
+
+
+def _value(field: gguf.ReaderField) -> Any:
+    return field.parts[-1] if field.types is _LIST else field.contents()
 
 
 def _check_sizes(contents: GGUF) -> None:

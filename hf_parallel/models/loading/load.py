@@ -18,7 +18,7 @@ from transformers.quantizers.auto import AutoQuantizationConfig
 from hf_parallel.models.cpu.packed import check_packed, load_gguf, pack_half
 from hf_parallel.models.images import image_inputs
 from hf_parallel.models.loading.embedded import load_embedded_model
-from hf_parallel.models.loading.gguf_file import gguf_file, load_plain, load_tokenizer
+from hf_parallel.models.loading.gguf_file import gguf_file, load_plain, load_tokenizer, read_gguf
 
 CONFIGS = ("config.json", "adapter_config.json")  # configs of a model and of an adapter of PEFT
 
@@ -62,8 +62,9 @@ def load_model(
     model: Any
     file = gguf_file(name)
     if file is not None:
-        tokenizer = load_tokenizer(file)
-        model = load_gguf(file, is_int8) if is_packed else load_plain(file, dtype_or_auto, **more)
+        contents = read_gguf(file)
+        tokenizer = load_tokenizer(contents)
+        model = load_gguf(contents, is_int8) if is_packed else load_plain(contents, dtype_or_auto, **more)
     else:
         if not Path(name).is_dir():
             _check_hub(name)
