@@ -106,7 +106,7 @@ def one_thread() -> None:
 
 @pytest.fixture(scope="session")
 def embedded() -> tuple[LlamaForCausalLM, PreTrainedTokenizerBase]:
-    """The embedded model and its tokenizer, float32 on the CPU; the first use on a machine converts it (20 s)."""
+    """The embedded model and its tokenizer, float32 on the CPU; the first use on a machine converts it."""
     model, tokenizer = hf_parallel.load_embedded_model()
     _embedded.append(model)
     return model, tokenizer

@@ -14,7 +14,7 @@ from hf_parallel.models.loading.embedded import load_embedded_model
 
 
 class TinyConversion:
-    """Replaces the 20 s conversion: writes a tiny random model and counts its calls."""
+    """Replaces the conversion: writes a tiny random model and counts its calls."""
 
     def __init__(self, tokenizer):
         self.tokenizer = tokenizer
