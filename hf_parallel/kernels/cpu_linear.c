@@ -800,23 +800,25 @@ int linear(int format, const float *x, const uint8_t *w, int64_t row_bytes, cons
  * have an offset, and its product with the sum of the inputs is subtracted. */
 #if defined __AVX512VNNI__ && defined __AVX512BW__
 #define COLUMNS 16
-#define WIDTH 2 /* vectors of outputs and tokens of a tile, whose sums stay in registers */
 #define ROWS 6
 #define SIMD(name) _mm512_##name
 #define Q8_OFFSET 128
 typedef __m512i bytes;
 #else
 #define COLUMNS 8
-#define WIDTH 1
 #define ROWS 4
 #ifdef __AVX2__
 #define SIMD(name) _mm256_##name
-#define Q8_OFFSET 0 /* Its instruction adds pairs in 16 bits: the products with the absolute values of weights fit. */
 typedef __m256i bytes;
+#endif
+#if defined __AVX2__ && !defined __AVXVNNI__
+#define ADDS_PAIRS /* in 16 bits, which the products with the absolute values of 8-bit weights fit */
+#define Q8_OFFSET 0
 #else
 #define Q8_OFFSET 128
 #endif
 #endif
+#define WIDTH 2 /* vectors of outputs and, at most, ROWS tokens of a tile, whose sums stay in registers */
 #define QUADS (BLOCK / 4)
 #define CHUNK 256 /* tokens whose inputs in 8 bits stay in the second cache */
 
@@ -854,27 +856,44 @@ INLINE int has_minima(int format) { return format == Q4_1 || format == Q4_K || f
 /* Scales of a block of BLOCK weights. */
 INLINE int scales_per_block(int format) { return format == Q6_K ? 2 : 1; }
 
-static void quantize(int format, const float *x, int64_t blocks, Input *out) {
-    for (; blocks--; x += BLOCK, out++) {
-        union { int32_t bits; float value; } largest = {0};
-        for (int i = 0; i < BLOCK; i++) { /* compared as integers, NaN is the largest */
-            int32_t bits;
-            memcpy(&bits, x + i, 4);
-            bits &= 0x7fffffff;
-            largest.bits = largest.bits > bits ? largest.bits : bits;
-        }
-        const float inverse = largest.value > 1e-30f ? 127.0f / largest.value : 0.0f;
-        int32_t sums[2] = {0, 0};
-        for (int i = 0; i < BLOCK; i++) {
-            out->values[i] = (int8_t)__builtin_rintf(x[i] * inverse);
-            sums[scales_per_block(format) * i / BLOCK] += out->values[i];
-        }
-        out->scale = largest.value / 127.0f;
-        const int offset = format == Q6_K ? 32 : format == Q8_0 ? Q8_OFFSET : 8;
-        if (has_minima(format)) out->of.sums[0] = out->scale * (float)sums[0];
-        else
-            for (int i = 0; i < 2; i++) out->of.starts[i] = -offset * sums[i];
+/* The largest magnitude of a block, whose bits are compared as integers: NaN is the largest. */
+INLINE float largest_of(const float *x) {
+    union { int32_t bits; float value; } largest = {0};
+    for (int i = 0; i < BLOCK; i++) {
+        const int32_t bits = (int32_t)(((const float_bits *)x)[i] & 0x7fffffff);
+        largest.bits = largest.bits > bits ? largest.bits : bits;
     }
+    return largest.value;
+}
+
+/* Numbers of at most 127 rounded to integers, half to even: the last bits of a sum with 1.5 * 2^23. */
+INLINE void round_all(const float *x, float by, int8_t *out) {
+    float shifted[BLOCK];
+    for (int i = 0; i < BLOCK; i++) shifted[i] = x[i] * by + 12582912.0f;
+    for (int i = 0; i < BLOCK; i++) out[i] = (int8_t)((const float_bits *)shifted)[i];
+}
+
+INLINE int32_t sum_of(const int8_t *values, int count) {
+    int32_t sum = 0;
+    for (int i = 0; i < count; i++) sum += values[i];
+    return sum;
+}
+
+INLINE void quantize_blocks(int format, const float *x, int64_t blocks, Input *out) {
+    for (; blocks--; x += BLOCK, out++) {
+        const float largest = largest_of(x);
+        round_all(x, largest > 1e-30f ? 127.0f / largest : 0.0f, out->values);
+        out->scale = largest / 127.0f;
+        const int offset = format == Q6_K ? 32 : format == Q8_0 ? Q8_OFFSET : 8, part = BLOCK / scales_per_block(format);
+        if (has_minima(format)) out->of.sums[0] = out->scale * (float)sum_of(out->values, BLOCK);
+        else
+            for (int i = 0; i < 2; i++) out->of.starts[i] = i * part < BLOCK ? -offset * sum_of(out->values + i * part, part) : 0;
+    }
+}
+
+static void quantize(int format, const float *x, int64_t blocks, Input *out) {
+#define QUANTIZE(of) quantize_blocks(of, x, blocks, out)
+    FOR_FORMAT(QUANTIZE)
 }
 
 #ifdef SIMD
@@ -981,10 +1000,10 @@ INLINE int pairs_in_16_bits(int format) { return format == Q6_K ? 2 : format == 
 /* Add the dot products of quads [first, last) of a block of `tokens` x `width` vectors to their counts. */
 INLINE void dots(int format, int width, int tokens, int first, int last, int64_t blocks, const Columns *columns,
                  const Input *inputs, column_counts counts[WIDTH][ROWS]) {
-#if defined SIMD && COLUMNS == 8
-    _Static_assert(WIDTH == 1, "pairs are those of one vector");
-    bytes pairs[ROWS];
-    for (int t = 0; t < tokens; t++) pairs[t] = _mm256_setzero_si256();
+#ifdef ADDS_PAIRS
+    bytes pairs[WIDTH][ROWS];
+    for (int v = 0; v < width; v++)
+        for (int t = 0; t < tokens; t++) pairs[v][t] = _mm256_setzero_si256();
 #endif
     for (int q = first; q < last; q++)
         for (int t = 0; t < tokens; t++) {
@@ -1002,16 +1021,18 @@ INLINE void dots(int format, int width, int tokens, int first, int last, int64_t
                 const bytes weights = *(const bytes *)columns->values[q][v];
 #if COLUMNS == 16
                 counts[v][t] = (column_counts)_mm512_dpbusd_epi32((bytes)counts[v][t], weights, x);
+#elif !defined ADDS_PAIRS
+                counts[v][t] = (column_counts)_mm256_dpbusd_avx_epi32((bytes)counts[v][t], weights, x);
 #else
                 const bytes ones = _mm256_set1_epi16(1);
                 if (format == Q8_0) {
                     const bytes products = _mm256_maddubs_epi16(_mm256_abs_epi8(weights), _mm256_sign_epi8(x, weights));
                     counts[v][t] += (column_counts)_mm256_madd_epi16(products, ones);
                 } else {
-                    pairs[t] = _mm256_add_epi16(pairs[t], _mm256_maddubs_epi16(weights, x));
+                    pairs[v][t] = _mm256_add_epi16(pairs[v][t], _mm256_maddubs_epi16(weights, x));
                     if ((q + 1) % pairs_in_16_bits(format) == 0) {
-                        counts[v][t] += (column_counts)_mm256_madd_epi16(pairs[t], ones);
-                        pairs[t] = _mm256_setzero_si256();
+                        counts[v][t] += (column_counts)_mm256_madd_epi16(pairs[v][t], ones);
+                        pairs[v][t] = _mm256_setzero_si256();
                     }
                 }
 #endif
@@ -1108,14 +1129,23 @@ INLINE void columns_tokens(int format, int width, int64_t tokens, int64_t blocks
         columns_some(format, width, min(tokens, ROWS), blocks, rows, columns, inputs, b, y, stride, count);
 }
 
+/* Whether WIDTH vectors are computed together: few tokens are unpacked as they are multiplied, which needs the registers. So
+ * do the two scales of Q6_K, if there are 16 registers. */
+INLINE int fits_wide(int format, int64_t tokens) { return tokens > ROWS && (COLUMNS == 16 || format != Q6_K); }
+
 /* The results [tokens, count] of `count` rows of weights at w. */
 INLINE void columns_group(int format, int64_t tokens, int64_t blocks, const uint8_t *w, int64_t row_bytes, int count,
                           Columns *columns, const Input *inputs, const float *b, float *y, int64_t stride) {
-    Packed rows = {w, {{0}}, row_bytes};
-    for (int c = 0; c < WIDTH * COLUMNS; c++)
-        rows.offsets[c / COLUMNS][c % COLUMNS] = (int32_t)(min(c, count - 1) * row_bytes);
-    if (WIDTH == 1 || count <= COLUMNS) columns_tokens(format, 1, tokens, blocks, &rows, columns, inputs, b, y, stride, count);
-    else columns_tokens(format, WIDTH, tokens, blocks, &rows, columns, inputs, b, y, stride, count);
+    const int is_wide = count > COLUMNS && fits_wide(format, tokens);
+    for (int done = 0; done < count; done += is_wide ? WIDTH * COLUMNS : COLUMNS) {
+        const int left = count - done;
+        const float *bias = b ? b + done : 0;
+        Packed rows = {w + done * row_bytes, {{0}}, row_bytes};
+        for (int c = 0; c < WIDTH * COLUMNS; c++)
+            rows.offsets[c / COLUMNS][c % COLUMNS] = (int32_t)(min(c, left - 1) * row_bytes);
+        if (is_wide) columns_tokens(format, WIDTH, tokens, blocks, &rows, columns, inputs, bias, y + done, stride, left);
+        else columns_tokens(format, 1, tokens, blocks, &rows, columns, inputs, bias, y + done, stride, left);
+    }
 }
 
 /* `linear` with inputs in 8 bits, for formats with blocks. */
