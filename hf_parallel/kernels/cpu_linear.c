@@ -966,25 +966,66 @@ INLINE void unpack_columns(int format, const uint8_t *packed, const int32_t *off
 #endif
 }
 
-/* The same for a part of a block of 256 weights. */
-INLINE void unpack_large_columns(int format, const uint8_t *packed, const int32_t *offsets, int part, int at, Columns *out) {
-    for (int c = 0; c < COLUMNS; c++) {
-        const Scales scales = scales_of(format, packed + offsets[c], part);
-        out->scales[at][c] = scales.by[0];
-        out->others[at][c] = format == Q6_K ? scales.by[1] : -scales.from;
+#define PARTS (LARGE_BLOCK / BLOCK)
+
+/* What the parts of a block of 256 weights share: scales, of the first and the last half of each part, minimums, and
+ * interleaved bytes. A part of low bits is that of two parts, a part of high bits that of all, or of four in Q6_K. */
+typedef struct {
+    column_sums by[PARTS][2], from[PARTS];
+#ifdef SIMD
+    bytes low[2][QUADS], high[QUADS];
+#endif
+} LargeBlock;
+
+/* The scales and minimums of a block of each row; as `scales_of`. */
+INLINE void large_scales(int format, const uint8_t *packed, const int32_t *offsets, LargeBlock *out) {
+#ifdef SIMD
+    bytes heads[4];
+    interleave(packed + (format == Q6_K ? 192 : 0), offsets, heads);
+    const column_counts *words = (const column_counts *)heads;
+    const column_sums scales = column_halves(packed, offsets, format == Q6_K ? 208 : 0);
+    if (format == Q6_K) {
+        for (int i = 0; i < 2 * PARTS; i++)
+            out->by[i / 2][i % 2] = scales * __builtin_convertvector(words[i / 4] << (24 - i % 4 * 8) >> 24, column_sums);
+        return;
     }
+    const column_sums minima = column_halves(packed, offsets, 2);
+    /* Four scales and four minimums have 6 bits each in two words, the next four bits in a third and the high bits of these. */
+    const column_counts six = (column_counts)SIMD(set1_epi8)(0x3f), four = (column_counts)SIMD(set1_epi8)(0x0f), two = six ^ four;
+    const column_counts of_scales[2] = {words[1] & six, (words[3] & four) | (words[1] >> 2 & two)};
+    const column_counts of_minima[2] = {words[2] & six, (words[3] >> 4 & four) | (words[2] >> 2 & two)};
+    for (int i = 0; i < PARTS; i++) {
+        const int shift = i % 4 * 8;
+        out->by[i][0] = scales * __builtin_convertvector(of_scales[i / 4] >> shift & 63, column_sums);
+        out->from[i] = -(minima * __builtin_convertvector(of_minima[i / 4] >> shift & 63, column_sums));
+    }
+#else
+    for (int c = 0; c < COLUMNS; c++)
+        for (int i = 0; i < PARTS; i++) {
+            const Scales scales = scales_of(format, packed + offsets[c], i);
+            out->by[i][0][c] = scales.by[0], out->by[i][1][c] = scales.by[1], out->from[i][c] = -scales.from;
+        }
+#endif
+}
+
+/* The same as `unpack_columns` for a part of a block of 256 weights, after the parts before it. */
+INLINE void unpack_large_columns(int format, const uint8_t *packed, const int32_t *offsets, int part, int at,
+                                 LargeBlock *block, Columns *out) {
+    if (part == 0) large_scales(format, packed, offsets, block);
+    out->scales[at] = block->by[part][0];
+    out->others[at] = format == Q6_K ? block->by[part][1] : block->from[part];
     const Bits bits = bits_of(format, part);
 #ifdef SIMD
-    bytes low[QUADS], high[QUADS];
-    for (int i = 0; i < 2; i++) {
-        interleave(packed + bits.low + 16 * i, offsets, low + 4 * i);
-        if (format != Q4_K) interleave(packed + bits.high + 16 * i, offsets, high + 4 * i);
-    }
+    bytes *low = block->low[format == Q6_K ? part % 2 : 0];
+    const int is_new = format == Q6_K ? part % 4 < 2 : part % 2 == 0;
+    for (int i = 0; i < 2 && is_new; i++) interleave(packed + bits.low + 16 * i, offsets, low + 4 * i);
+    for (int i = 0; i < 2 && format != Q4_K && part % (format == Q6_K ? 4 : PARTS) == 0; i++)
+        interleave(packed + bits.high + 16 * i, offsets, block->high + 4 * i);
     const __m128i low_shift = _mm_cvtsi32_si128(bits.low_shift), high_shift = _mm_cvtsi32_si128(bits.high_shift);
     const column_counts low_bits = (column_counts)SIMD(set1_epi8)(15), high_bits = (column_counts)SIMD(set1_epi8)(format == Q6_K ? 3 : 1);
     for (int q = 0; q < QUADS; q++) {
         column_counts values = (column_counts)SIMD(srl_epi32)(low[q], low_shift) & low_bits;
-        if (format != Q4_K) values |= ((column_counts)SIMD(srl_epi32)(high[q], high_shift) & high_bits) << 4;
+        if (format != Q4_K) values |= ((column_counts)SIMD(srl_epi32)(block->high[q], high_shift) & high_bits) << 4;
         *(bytes *)out->values[q][at] = (bytes)values;
     }
 #else
@@ -1049,15 +1090,15 @@ typedef struct {
     int64_t row_bytes;
 } Packed;
 
-/* Unpack BLOCK weights of `width` vectors of rows, and prefetch those of the next rows. */
-INLINE void next_columns(int format, int width, const Packed *rows, int64_t block, Columns *out) {
-    const int parts = format >= Q4_K ? LARGE_BLOCK / BLOCK : 1, size = block_bytes(format);
+/* Unpack BLOCK weights of `width` vectors of rows, and prefetch those of the next rows. `large` is kept from block to block. */
+INLINE void next_columns(int format, int width, const Packed *rows, int64_t block, LargeBlock *large, Columns *out) {
+    const int parts = format >= Q4_K ? PARTS : 1, size = block_bytes(format);
     const uint8_t *packed = rows->packed + block / parts * size;
     for (int v = 0; v < width; v++) {
         const uint8_t *next = rows->packed + WIDTH * COLUMNS * rows->row_bytes;
         next += COLUMNS * (v * rows->row_bytes + block * size / parts);
         for (int i = 0; i < COLUMNS * size / parts; i += 64) __builtin_prefetch(next + i);
-        if (format >= Q4_K) unpack_large_columns(format, packed, rows->offsets[v], (int)(block % parts), v, out);
+        if (format >= Q4_K) unpack_large_columns(format, packed, rows->offsets[v], (int)(block % parts), v, large + v, out);
         else unpack_columns(format, packed, rows->offsets[v], v, out);
     }
 }
@@ -1070,10 +1111,11 @@ INLINE void columns_tile(int format, int width, int tokens, int64_t blocks, cons
     column_sums sums[WIDTH][ROWS];
     for (int v = 0; v < width; v++)
         for (int t = 0; t < tokens; t++) sums[v][t] = (column_sums){0};
+    LargeBlock large[WIDTH];
     for (int64_t block = 0; block < blocks; block++, inputs++) {
         Columns unpacked;
         const Columns *of_block = columns ? columns + block : &unpacked;
-        if (!columns) next_columns(format, width, rows, block, &unpacked);
+        if (!columns) next_columns(format, width, rows, block, large, &unpacked);
         for (int part = 0; part < parts; part++) {
             column_counts counts[WIDTH][ROWS];
             for (int t = 0; t < tokens; t++)
@@ -1124,7 +1166,8 @@ INLINE void columns_tokens(int format, int width, int64_t tokens, int64_t blocks
         columns_some(format, width, (int)tokens, blocks, rows, NULL, inputs, b, y, stride, count);
         return;
     }
-    for (int64_t block = 0; block < blocks; block++) next_columns(format, width, rows, block, columns + block);
+    LargeBlock large[WIDTH];
+    for (int64_t block = 0; block < blocks; block++) next_columns(format, width, rows, block, large, columns + block);
     for (; tokens > 0; tokens -= ROWS, inputs += ROWS * blocks, y += ROWS * stride)
         columns_some(format, width, min(tokens, ROWS), blocks, rows, columns, inputs, b, y, stride, count);
 }
