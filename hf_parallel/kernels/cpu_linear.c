@@ -34,6 +34,7 @@
 #define PART 64 /* inputs of a panel */
 #define MANY 256 /* tokens that share a panel */
 #define FEW 4 /* tokens up to which weights in float32 are transposed in registers */
+#define AS_UNPACKED (LANES == 16 ? FEW : 2) /* tokens up to which packed weights need no panel: there are registers */
 #define MOST 64 /* tokens up to which weights in float32 need no panel */
 #define SPREAD 8 /* outputs of a tile whose vectors hold tokens */
 #define GROUPS 2 /* vectors of tokens in such a tile */
@@ -89,6 +90,7 @@ INLINE vec each(float value) {
 enum { FLOAT32, BFLOAT16, FLOAT16, Q4_0, Q4_1, Q8_0, Q4_K, Q5_K, Q6_K };
 #define BLOCK 32
 #define LARGE_BLOCK 256
+#define PARTS (LARGE_BLOCK / BLOCK)
 
 INLINE float half(const uint8_t *bytes) {
     uint16_t bits;
@@ -284,63 +286,85 @@ INLINE vec halves(words of) {
 #endif
 }
 
-/* A block of 32 weights of each row, at byte `at`, of Q4_0, Q4_1 or Q8_0. */
-INLINE void fill_block(int format, const uint8_t *const rows[LANES], int64_t at, vec (*to)[VECTORS]) {
-    words heads[4], bytes[8];
+/* 32 weights of each row, as words of 4 bytes of all rows: their low 4 bits or all 8, in Q5_K and Q6_K also the bits above.
+ * In Q4_0 and Q4_1, the first 16 weights have the low halves of bytes. A weight is `by` times its bits, plus `from`. */
+typedef struct {
+    words low[BLOCK / 4], high[BLOCK / 4];
+    vec by[2], from; /* by: of the first and the last 16 weights */
+} Weights;
+
+INLINE void load_block(int format, const uint8_t *const rows[LANES], int64_t at, Weights *out) {
+    words heads[4];
     transpose(rows, at, heads);
-    const vec scales = halves(heads[0]);
+    out->by[0] = out->by[1] = halves(heads[0]);
+    out->from = format == Q4_1 ? halves(WORDS(srli_epi32)(heads[0], 16)) : (vec)(out->by[0] * each(-8));
     at += format == Q4_1 ? 4 : 2;
-    transpose(rows, at, bytes);
-    if (format == Q8_0) {
-        transpose(rows, at + 16, bytes + 4);
-        for (int word = 0; word < 8; word++) {
-#define SIGNED(shift) (vec)(scales * floats(WORDS(srai_epi32)(WORDS(slli_epi32)(bytes[word], shift), 24)))
-            to[4 * word][0] = SIGNED(24), to[4 * word + 1][0] = SIGNED(16);
-            to[4 * word + 2][0] = SIGNED(8), to[4 * word + 3][0] = SIGNED(0);
-#undef SIGNED
+    transpose(rows, at, out->low);
+    if (format == Q8_0) transpose(rows, at + 16, out->low + 4);
+}
+
+/* The scales and minimums of a part; as `scales_of`. */
+INLINE void load_scales(int format, const uint8_t *const rows[LANES], int64_t at, int part, Weights *out) {
+    words heads[4];
+    transpose(rows, at + (format == Q6_K ? 192 : 0), heads);
+    if (format == Q6_K) {
+        words ends[4]; /* the scale of the block is their last number */
+        transpose(rows, at + 194, ends);
+        const vec scale = halves(WORDS(srli_epi32)(ends[3], 16));
+        for (int i = 0; i < 2; i++) {
+            const __m128i up = _mm_cvtsi32_si128(24 - 8 * ((2 * part + i) % 4));
+            out->by[i] = scale * floats(WORDS(srai_epi32)(WORDS(sll_epi32)(heads[part / 2], up), 24));
         }
         return;
     }
-    const vec leasts = format == Q4_1 ? halves(WORDS(srli_epi32)(heads[0], 16)) : (vec)(scales * each(-8));
-    const words low = WORDS(set1_epi32)(15);
-    for (int word = 0; word < 4; word++) {
-#define UNSIGNED(shift) MULTIPLY_ADD(scales, floats(AND(WORDS(srli_epi32)(bytes[word], shift), low)), leasts)
-        to[4 * word][0] = UNSIGNED(0), to[4 * word + 1][0] = UNSIGNED(8);
-        to[4 * word + 2][0] = UNSIGNED(16), to[4 * word + 3][0] = UNSIGNED(24);
-        to[4 * word + 16][0] = UNSIGNED(4), to[4 * word + 17][0] = UNSIGNED(12);
-        to[4 * word + 18][0] = UNSIGNED(20), to[4 * word + 19][0] = UNSIGNED(28);
-#undef UNSIGNED
+    const __m128i down = _mm_cvtsi32_si128(8 * (part % 4));
+    for (int i = 0; i < 3; i++) heads[i + 1] = WORDS(srl_epi32)(heads[i + 1], down);
+    const int is_first = part < PARTS / 2;
+    const words two_bits = WORDS(set1_epi32)(0x30);
+    const words scales = is_first ? AND(heads[1], WORDS(set1_epi32)(63))
+                                  : WORDS(add_epi32)(AND(heads[3], WORDS(set1_epi32)(15)), AND(WORDS(srli_epi32)(heads[1], 2), two_bits));
+    const words leasts = is_first ? AND(heads[2], WORDS(set1_epi32)(63))
+                                  : WORDS(add_epi32)(AND(WORDS(srli_epi32)(heads[3], 4), WORDS(set1_epi32)(15)),
+                                                     AND(WORDS(srli_epi32)(heads[2], 2), two_bits));
+    out->by[0] = out->by[1] = halves(heads[0]) * floats(scales);
+    out->from = -(halves(WORDS(srli_epi32)(heads[0], 16)) * floats(leasts));
+}
+
+INLINE void load_large_part(int format, const uint8_t *const rows[LANES], int64_t at, int part, Weights *out) {
+    const Bits bits = bits_of(format, part);
+    load_scales(format, rows, at, part, out);
+    for (int i = 0; i < 2; i++) {
+        transpose(rows, at + bits.low + 16 * i, out->low + 4 * i);
+        if (format != Q4_K) transpose(rows, at + bits.high + 16 * i, out->high + 4 * i);
+    }
+    const __m128i low_shift = _mm_cvtsi32_si128(bits.low_shift), high_shift = _mm_cvtsi32_si128(bits.high_shift);
+    for (int word = 0; word < BLOCK / 4; word++) {
+        out->low[word] = WORDS(srl_epi32)(out->low[word], low_shift);
+        if (format != Q4_K) out->high[word] = WORDS(srl_epi32)(out->high[word], high_shift);
     }
 }
 
-/* A part of the block of 256 weights of each row at byte `at`. */
-INLINE void fill_large_part(int format, const uint8_t *const rows[LANES], int64_t at, int part, vec (*to)[VECTORS]) {
-    const Bits bits = bits_of(format, part);
-    float by[2][LANES], from[LANES];
-    for (int lane = 0; lane < LANES; lane++) {
-        const Scales scales = scales_of(format, rows[lane] + at, part);
-        by[0][lane] = scales.by[0], by[1][lane] = scales.by[1], from[lane] = -scales.from;
+INLINE void load_weights(int format, const uint8_t *const rows[LANES], int64_t first, Weights *out) {
+    const int64_t at = bytes_of(format, first);
+    if (format < Q4_K) load_block(format, rows, at, out);
+    else load_large_part(format, rows, at, (int)(first % LARGE_BLOCK / BLOCK), out);
+}
+
+/* Weight i of each row. */
+INLINE vec weight_at(int format, const Weights *weights, int i) {
+    const vec by = weights->by[i / 16];
+    if (format == Q8_0)
+        return by * floats(WORDS(srai_epi32)(WORDS(slli_epi32)(weights->low[i / 4], 24 - i % 4 * 8), 24));
+    const words four_bits = WORDS(set1_epi32)(15);
+    if (format < Q4_K)
+        return MULTIPLY_ADD(by, floats(AND(WORDS(srli_epi32)(weights->low[i % 16 / 4], i % 4 * 8 + i / 16 * 4), four_bits)), weights->from);
+    words value = AND(WORDS(srli_epi32)(weights->low[i / 4], i % 4 * 8), four_bits);
+    if (format != Q4_K) {
+        const words bits = AND(WORDS(srli_epi32)(weights->high[i / 4], i % 4 * 8), WORDS(set1_epi32)(format == Q6_K ? 3 : 1));
+        value = WORDS(add_epi32)(value, WORDS(slli_epi32)(bits, 4));
     }
-    words low[8], high[8];
-    for (int i = 0; i < 2; i++) {
-        transpose(rows, at + bits.low + 16 * i, low + 4 * i);
-        if (format != Q4_K) transpose(rows, at + bits.high + 16 * i, high + 4 * i);
-    }
-    const __m128i low_shift = _mm_cvtsi32_si128(bits.low_shift), high_shift = _mm_cvtsi32_si128(bits.high_shift);
-    const words four_bits = WORDS(set1_epi32)(15), high_bits = WORDS(set1_epi32)(format == Q6_K ? 3 : 1);
-    const vec least = *(const vec *)from;
-    for (int word = 0; word < 8; word++) {
-        const vec scale = *(const vec *)by[word / 4];
-        const words lows = WORDS(srl_epi32)(low[word], low_shift);
-        const words highs = format == Q4_K ? lows : WORDS(srl_epi32)(high[word], high_shift);
-        for (int i = 0; i < 4; i++) {
-            words value = AND(WORDS(srli_epi32)(lows, 8 * i), four_bits);
-            if (format != Q4_K)
-                value = WORDS(add_epi32)(value, WORDS(slli_epi32)(AND(WORDS(srli_epi32)(highs, 8 * i), high_bits), 4));
-            if (format == Q6_K) value = WORDS(sub_epi32)(value, WORDS(set1_epi32)(32));
-            to[4 * word + i][0] = format == Q6_K ? (vec)(scale * floats(value)) : MULTIPLY_ADD(scale, floats(value), least);
-        }
-    }
+    if (format == Q6_K) return by * floats(WORDS(sub_epi32)(value, WORDS(set1_epi32)(32)));
+    return MULTIPLY_ADD(by, floats(value), weights->from);
 }
 #endif
 
@@ -391,8 +415,10 @@ INLINE void fill(int format, const uint8_t *const of_rows[LANES], int64_t first,
     for (int i = 0; i < count; i += BLOCK) {
         const int64_t at = first + i;
 #ifdef WORDS
-        if (format < Q4_K) fill_block(format, rows, bytes_of(format, at), to + i);
-        else fill_large_part(format, rows, bytes_of(format, at), (int)(at % LARGE_BLOCK / BLOCK), to + i);
+        Weights weights;
+        load_weights(format, rows, at, &weights);
+#pragma GCC unroll 32
+        for (int j = 0; j < BLOCK; j++) to[i + j][0] = weight_at(format, &weights, j);
 #else
         float unpacked[BLOCK];
         for (int lane = 0; lane < LANES; lane++) {
@@ -629,6 +655,59 @@ INLINE int start_columns(Product *product, int64_t from, int64_t to) {
     return done;
 }
 
+/* For AS_UNPACKED tokens, weights in blocks are multiplied as they are unpacked. Start the sums of 1 or 2 vectors with inputs
+ * [from, to), x [tokens, inputs]. */
+#ifdef WORDS
+INLINE void few_blocks(int format, int vectors, int tokens, Product *product, int64_t from, int64_t to, int first) {
+    const int64_t inputs = product->layer->inputs;
+    vec of[AS_UNPACKED][2];
+    const uint8_t *rows[2][LANES]; /* a copy, which no store changes */
+    for (int v = 0; v < vectors; v++) {
+        for (int t = 0; t < tokens; t++) of[t][v] = (vec){0};
+        memcpy(rows[v], product->rows + (first + v) * LANES, sizeof rows[v]);
+    }
+    for (int64_t at = from; at < to; at += BLOCK) {
+        Weights weights[2];
+        for (int v = 0; v < vectors; v++) {
+            prefetch(product, LANES * bytes_of(format, at + BLOCK) - LANES * bytes_of(format, at));
+            load_weights(format, rows[v], at, weights + v);
+        }
+        const float *x = product->x + at;
+#pragma GCC unroll 32
+        for (int i = 0; i < BLOCK; i++)
+            for (int v = 0; v < vectors; v++) {
+                const vec weight = weight_at(format, weights + v, i);
+                for (int t = 0; t < tokens; t++) of[t][v] = MULTIPLY_ADD(weight, each(x[t * inputs + i]), of[t][v]);
+            }
+    }
+    for (int t = 0; t < tokens; t++)
+        for (int v = 0; v < vectors; v++) product->sums[t][first + v] = of[t][v];
+}
+
+#define FEW_BLOCKS(vectors, tokens) \
+    case 8 * vectors + tokens: few_blocks(format, vectors, tokens, product, from, to, first); break;
+#if LANES == 16
+#define FEW_BLOCKS_TOKENS(vectors) \
+    FEW_BLOCKS(vectors, 1) FEW_BLOCKS(vectors, 2) FEW_BLOCKS(vectors, 3) FEW_BLOCKS(vectors, 4)
+#else
+#define FEW_BLOCKS_TOKENS(vectors) FEW_BLOCKS(vectors, 1) FEW_BLOCKS(vectors, 2)
+#endif
+#endif
+
+/* The same for all vectors; returns their number. */
+INLINE int start_blocks(int format, Product *product, int64_t from, int64_t to, int vectors) {
+    int first = 0;
+#ifdef WORDS
+    for (int some; first < vectors; first += some) {
+        some = min(vectors - first, 2);
+        switch (8 * some + product->tokens) { FEW_BLOCKS_TOKENS(1) FEW_BLOCKS_TOKENS(2) }
+    }
+#else
+    (void)format, (void)product, (void)from, (void)to, (void)vectors;
+#endif
+    return first;
+}
+
 /* Add the sums of a block of inputs to y, and the bias after those of the last block. */
 INLINE void add_sums(const Product *product, const float *b, float *y, int is_first) {
     for (int t = 0; t < product->tokens; t++, y += product->layer->outputs) {
@@ -661,6 +740,7 @@ INLINE void compute(int format, const Layer *layer, int64_t t, int tokens, int64
         int done = 0;
         if (format == FLOAT32 && layer->by_inputs && tokens <= FEW) done = start_rows(&product, from, to);
         else if (format == FLOAT32 && turned) done = start_columns(&product, from, to);
+        else if (format > FLOAT16 && tokens <= AS_UNPACKED) done = start_blocks(format, &product, from, to, vectors);
         if (done < vectors) add_inputs(format, &product, done, vectors, from, to, 1);
         add_sums(&product, layer->b && to == layer->inputs ? layer->b + o : 0, layer->y + t * layer->outputs + o, from == 0);
     }
@@ -965,8 +1045,6 @@ INLINE void unpack_columns(int format, const uint8_t *packed, const int32_t *off
         }
 #endif
 }
-
-#define PARTS (LARGE_BLOCK / BLOCK)
 
 /* What the parts of a block of 256 weights share: scales, of the first and the last half of each part, minimums, and
  * interleaved bytes. A part of low bits is that of two parts, a part of high bits that of all, or of four in Q6_K. */
