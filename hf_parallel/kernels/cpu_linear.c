@@ -34,6 +34,7 @@
 #define PART 64 /* inputs of a panel */
 #define MANY 256 /* tokens that share a panel */
 #define FEW 4 /* tokens up to which weights in float32 are transposed in registers */
+#define AS_UNPACKED (LANES == 16 ? FEW : 2) /* tokens up to which packed weights need no panel: there are registers */
 #define MOST 64 /* tokens up to which weights in float32 need no panel */
 #define SPREAD 8 /* outputs of a tile whose vectors hold tokens */
 #define GROUPS 2 /* vectors of tokens in such a tile */
@@ -89,6 +90,7 @@ INLINE vec each(float value) {
 enum { FLOAT32, BFLOAT16, FLOAT16, Q4_0, Q4_1, Q8_0, Q4_K, Q5_K, Q6_K };
 #define BLOCK 32
 #define LARGE_BLOCK 256
+#define PARTS (LARGE_BLOCK / BLOCK)
 
 INLINE float half(const uint8_t *bytes) {
     uint16_t bits;
@@ -284,63 +286,85 @@ INLINE vec halves(words of) {
 #endif
 }
 
-/* A block of 32 weights of each row, at byte `at`, of Q4_0, Q4_1 or Q8_0. */
-INLINE void fill_block(int format, const uint8_t *const rows[LANES], int64_t at, vec (*to)[VECTORS]) {
-    words heads[4], bytes[8];
+/* 32 weights of each row, as words of 4 bytes of all rows: their low 4 bits or all 8, in Q5_K and Q6_K also the bits above.
+ * In Q4_0 and Q4_1, the first 16 weights have the low halves of bytes. A weight is `by` times its bits, plus `from`. */
+typedef struct {
+    words low[BLOCK / 4], high[BLOCK / 4];
+    vec by[2], from; /* by: of the first and the last 16 weights */
+} Weights;
+
+INLINE void load_block(int format, const uint8_t *const rows[LANES], int64_t at, Weights *out) {
+    words heads[4];
     transpose(rows, at, heads);
-    const vec scales = halves(heads[0]);
+    out->by[0] = out->by[1] = halves(heads[0]);
+    out->from = format == Q4_1 ? halves(WORDS(srli_epi32)(heads[0], 16)) : (vec)(out->by[0] * each(-8));
     at += format == Q4_1 ? 4 : 2;
-    transpose(rows, at, bytes);
-    if (format == Q8_0) {
-        transpose(rows, at + 16, bytes + 4);
-        for (int word = 0; word < 8; word++) {
-#define SIGNED(shift) (vec)(scales * floats(WORDS(srai_epi32)(WORDS(slli_epi32)(bytes[word], shift), 24)))
-            to[4 * word][0] = SIGNED(24), to[4 * word + 1][0] = SIGNED(16);
-            to[4 * word + 2][0] = SIGNED(8), to[4 * word + 3][0] = SIGNED(0);
-#undef SIGNED
+    transpose(rows, at, out->low);
+    if (format == Q8_0) transpose(rows, at + 16, out->low + 4);
+}
+
+/* The scales and minimums of a part; as `scales_of`. */
+INLINE void load_scales(int format, const uint8_t *const rows[LANES], int64_t at, int part, Weights *out) {
+    words heads[4];
+    transpose(rows, at + (format == Q6_K ? 192 : 0), heads);
+    if (format == Q6_K) {
+        words ends[4]; /* the scale of the block is their last number */
+        transpose(rows, at + 194, ends);
+        const vec scale = halves(WORDS(srli_epi32)(ends[3], 16));
+        for (int i = 0; i < 2; i++) {
+            const __m128i up = _mm_cvtsi32_si128(24 - 8 * ((2 * part + i) % 4));
+            out->by[i] = scale * floats(WORDS(srai_epi32)(WORDS(sll_epi32)(heads[part / 2], up), 24));
         }
         return;
     }
-    const vec leasts = format == Q4_1 ? halves(WORDS(srli_epi32)(heads[0], 16)) : (vec)(scales * each(-8));
-    const words low = WORDS(set1_epi32)(15);
-    for (int word = 0; word < 4; word++) {
-#define UNSIGNED(shift) MULTIPLY_ADD(scales, floats(AND(WORDS(srli_epi32)(bytes[word], shift), low)), leasts)
-        to[4 * word][0] = UNSIGNED(0), to[4 * word + 1][0] = UNSIGNED(8);
-        to[4 * word + 2][0] = UNSIGNED(16), to[4 * word + 3][0] = UNSIGNED(24);
-        to[4 * word + 16][0] = UNSIGNED(4), to[4 * word + 17][0] = UNSIGNED(12);
-        to[4 * word + 18][0] = UNSIGNED(20), to[4 * word + 19][0] = UNSIGNED(28);
-#undef UNSIGNED
+    const __m128i down = _mm_cvtsi32_si128(8 * (part % 4));
+    for (int i = 0; i < 3; i++) heads[i + 1] = WORDS(srl_epi32)(heads[i + 1], down);
+    const int is_first = part < PARTS / 2;
+    const words two_bits = WORDS(set1_epi32)(0x30);
+    const words scales = is_first ? AND(heads[1], WORDS(set1_epi32)(63))
+                                  : WORDS(add_epi32)(AND(heads[3], WORDS(set1_epi32)(15)), AND(WORDS(srli_epi32)(heads[1], 2), two_bits));
+    const words leasts = is_first ? AND(heads[2], WORDS(set1_epi32)(63))
+                                  : WORDS(add_epi32)(AND(WORDS(srli_epi32)(heads[3], 4), WORDS(set1_epi32)(15)),
+                                                     AND(WORDS(srli_epi32)(heads[2], 2), two_bits));
+    out->by[0] = out->by[1] = halves(heads[0]) * floats(scales);
+    out->from = -(halves(WORDS(srli_epi32)(heads[0], 16)) * floats(leasts));
+}
+
+INLINE void load_large_part(int format, const uint8_t *const rows[LANES], int64_t at, int part, Weights *out) {
+    const Bits bits = bits_of(format, part);
+    load_scales(format, rows, at, part, out);
+    for (int i = 0; i < 2; i++) {
+        transpose(rows, at + bits.low + 16 * i, out->low + 4 * i);
+        if (format != Q4_K) transpose(rows, at + bits.high + 16 * i, out->high + 4 * i);
+    }
+    const __m128i low_shift = _mm_cvtsi32_si128(bits.low_shift), high_shift = _mm_cvtsi32_si128(bits.high_shift);
+    for (int word = 0; word < BLOCK / 4; word++) {
+        out->low[word] = WORDS(srl_epi32)(out->low[word], low_shift);
+        if (format != Q4_K) out->high[word] = WORDS(srl_epi32)(out->high[word], high_shift);
     }
 }
 
-/* A part of the block of 256 weights of each row at byte `at`. */
-INLINE void fill_large_part(int format, const uint8_t *const rows[LANES], int64_t at, int part, vec (*to)[VECTORS]) {
-    const Bits bits = bits_of(format, part);
-    float by[2][LANES], from[LANES];
-    for (int lane = 0; lane < LANES; lane++) {
-        const Scales scales = scales_of(format, rows[lane] + at, part);
-        by[0][lane] = scales.by[0], by[1][lane] = scales.by[1], from[lane] = -scales.from;
+INLINE void load_weights(int format, const uint8_t *const rows[LANES], int64_t first, Weights *out) {
+    const int64_t at = bytes_of(format, first);
+    if (format < Q4_K) load_block(format, rows, at, out);
+    else load_large_part(format, rows, at, (int)(first % LARGE_BLOCK / BLOCK), out);
+}
+
+/* Weight i of each row. */
+INLINE vec weight_at(int format, const Weights *weights, int i) {
+    const vec by = weights->by[i / 16];
+    if (format == Q8_0)
+        return by * floats(WORDS(srai_epi32)(WORDS(slli_epi32)(weights->low[i / 4], 24 - i % 4 * 8), 24));
+    const words four_bits = WORDS(set1_epi32)(15);
+    if (format < Q4_K)
+        return MULTIPLY_ADD(by, floats(AND(WORDS(srli_epi32)(weights->low[i % 16 / 4], i % 4 * 8 + i / 16 * 4), four_bits)), weights->from);
+    words value = AND(WORDS(srli_epi32)(weights->low[i / 4], i % 4 * 8), four_bits);
+    if (format != Q4_K) {
+        const words bits = AND(WORDS(srli_epi32)(weights->high[i / 4], i % 4 * 8), WORDS(set1_epi32)(format == Q6_K ? 3 : 1));
+        value = WORDS(add_epi32)(value, WORDS(slli_epi32)(bits, 4));
     }
-    words low[8], high[8];
-    for (int i = 0; i < 2; i++) {
-        transpose(rows, at + bits.low + 16 * i, low + 4 * i);
-        if (format != Q4_K) transpose(rows, at + bits.high + 16 * i, high + 4 * i);
-    }
-    const __m128i low_shift = _mm_cvtsi32_si128(bits.low_shift), high_shift = _mm_cvtsi32_si128(bits.high_shift);
-    const words four_bits = WORDS(set1_epi32)(15), high_bits = WORDS(set1_epi32)(format == Q6_K ? 3 : 1);
-    const vec least = *(const vec *)from;
-    for (int word = 0; word < 8; word++) {
-        const vec scale = *(const vec *)by[word / 4];
-        const words lows = WORDS(srl_epi32)(low[word], low_shift);
-        const words highs = format == Q4_K ? lows : WORDS(srl_epi32)(high[word], high_shift);
-        for (int i = 0; i < 4; i++) {
-            words value = AND(WORDS(srli_epi32)(lows, 8 * i), four_bits);
-            if (format != Q4_K)
-                value = WORDS(add_epi32)(value, WORDS(slli_epi32)(AND(WORDS(srli_epi32)(highs, 8 * i), high_bits), 4));
-            if (format == Q6_K) value = WORDS(sub_epi32)(value, WORDS(set1_epi32)(32));
-            to[4 * word + i][0] = format == Q6_K ? (vec)(scale * floats(value)) : MULTIPLY_ADD(scale, floats(value), least);
-        }
-    }
+    if (format == Q6_K) return by * floats(WORDS(sub_epi32)(value, WORDS(set1_epi32)(32)));
+    return MULTIPLY_ADD(by, floats(value), weights->from);
 }
 #endif
 
@@ -391,8 +415,10 @@ INLINE void fill(int format, const uint8_t *const of_rows[LANES], int64_t first,
     for (int i = 0; i < count; i += BLOCK) {
         const int64_t at = first + i;
 #ifdef WORDS
-        if (format < Q4_K) fill_block(format, rows, bytes_of(format, at), to + i);
-        else fill_large_part(format, rows, bytes_of(format, at), (int)(at % LARGE_BLOCK / BLOCK), to + i);
+        Weights weights;
+        load_weights(format, rows, at, &weights);
+#pragma GCC unroll 32
+        for (int j = 0; j < BLOCK; j++) to[i + j][0] = weight_at(format, &weights, j);
 #else
         float unpacked[BLOCK];
         for (int lane = 0; lane < LANES; lane++) {
@@ -629,6 +655,59 @@ INLINE int start_columns(Product *product, int64_t from, int64_t to) {
     return done;
 }
 
+/* For AS_UNPACKED tokens, weights in blocks are multiplied as they are unpacked. Start the sums of 1 or 2 vectors with inputs
+ * [from, to), x [tokens, inputs]. */
+#ifdef WORDS
+INLINE void few_blocks(int format, int vectors, int tokens, Product *product, int64_t from, int64_t to, int first) {
+    const int64_t inputs = product->layer->inputs;
+    vec of[AS_UNPACKED][2];
+    const uint8_t *rows[2][LANES]; /* a copy, which no store changes */
+    for (int v = 0; v < vectors; v++) {
+        for (int t = 0; t < tokens; t++) of[t][v] = (vec){0};
+        memcpy(rows[v], product->rows + (first + v) * LANES, sizeof rows[v]);
+    }
+    for (int64_t at = from; at < to; at += BLOCK) {
+        Weights weights[2];
+        for (int v = 0; v < vectors; v++) {
+            prefetch(product, LANES * bytes_of(format, at + BLOCK) - LANES * bytes_of(format, at));
+            load_weights(format, rows[v], at, weights + v);
+        }
+        const float *x = product->x + at;
+#pragma GCC unroll 32
+        for (int i = 0; i < BLOCK; i++)
+            for (int v = 0; v < vectors; v++) {
+                const vec weight = weight_at(format, weights + v, i);
+                for (int t = 0; t < tokens; t++) of[t][v] = MULTIPLY_ADD(weight, each(x[t * inputs + i]), of[t][v]);
+            }
+    }
+    for (int t = 0; t < tokens; t++)
+        for (int v = 0; v < vectors; v++) product->sums[t][first + v] = of[t][v];
+}
+
+#define FEW_BLOCKS(vectors, tokens) \
+    case 8 * vectors + tokens: few_blocks(format, vectors, tokens, product, from, to, first); break;
+#if LANES == 16
+#define FEW_BLOCKS_TOKENS(vectors) \
+    FEW_BLOCKS(vectors, 1) FEW_BLOCKS(vectors, 2) FEW_BLOCKS(vectors, 3) FEW_BLOCKS(vectors, 4)
+#else
+#define FEW_BLOCKS_TOKENS(vectors) FEW_BLOCKS(vectors, 1) FEW_BLOCKS(vectors, 2)
+#endif
+#endif
+
+/* The same for all vectors; returns their number. */
+INLINE int start_blocks(int format, Product *product, int64_t from, int64_t to, int vectors) {
+    int first = 0;
+#ifdef WORDS
+    for (int some; first < vectors; first += some) {
+        some = min(vectors - first, 2);
+        switch (8 * some + product->tokens) { FEW_BLOCKS_TOKENS(1) FEW_BLOCKS_TOKENS(2) }
+    }
+#else
+    (void)format, (void)product, (void)from, (void)to, (void)vectors;
+#endif
+    return first;
+}
+
 /* Add the sums of a block of inputs to y, and the bias after those of the last block. */
 INLINE void add_sums(const Product *product, const float *b, float *y, int is_first) {
     for (int t = 0; t < product->tokens; t++, y += product->layer->outputs) {
@@ -661,6 +740,7 @@ INLINE void compute(int format, const Layer *layer, int64_t t, int tokens, int64
         int done = 0;
         if (format == FLOAT32 && layer->by_inputs && tokens <= FEW) done = start_rows(&product, from, to);
         else if (format == FLOAT32 && turned) done = start_columns(&product, from, to);
+        else if (format > FLOAT16 && tokens <= AS_UNPACKED) done = start_blocks(format, &product, from, to, vectors);
         if (done < vectors) add_inputs(format, &product, done, vectors, from, to, 1);
         add_sums(&product, layer->b && to == layer->inputs ? layer->b + o : 0, layer->y + t * layer->outputs + o, from == 0);
     }
@@ -800,23 +880,25 @@ int linear(int format, const float *x, const uint8_t *w, int64_t row_bytes, cons
  * have an offset, and its product with the sum of the inputs is subtracted. */
 #if defined __AVX512VNNI__ && defined __AVX512BW__
 #define COLUMNS 16
-#define WIDTH 2 /* vectors of outputs and tokens of a tile, whose sums stay in registers */
 #define ROWS 6
 #define SIMD(name) _mm512_##name
 #define Q8_OFFSET 128
 typedef __m512i bytes;
 #else
 #define COLUMNS 8
-#define WIDTH 1
 #define ROWS 4
 #ifdef __AVX2__
 #define SIMD(name) _mm256_##name
-#define Q8_OFFSET 0 /* Its instruction adds pairs in 16 bits: the products with the absolute values of weights fit. */
 typedef __m256i bytes;
+#endif
+#if defined __AVX2__ && !defined __AVXVNNI__
+#define ADDS_PAIRS /* in 16 bits, which the products with the absolute values of 8-bit weights fit */
+#define Q8_OFFSET 0
 #else
 #define Q8_OFFSET 128
 #endif
 #endif
+#define WIDTH 2 /* vectors of outputs and, at most, ROWS tokens of a tile, whose sums stay in registers */
 #define QUADS (BLOCK / 4)
 #define CHUNK 256 /* tokens whose inputs in 8 bits stay in the second cache */
 
@@ -854,27 +936,44 @@ INLINE int has_minima(int format) { return format == Q4_1 || format == Q4_K || f
 /* Scales of a block of BLOCK weights. */
 INLINE int scales_per_block(int format) { return format == Q6_K ? 2 : 1; }
 
-static void quantize(int format, const float *x, int64_t blocks, Input *out) {
-    for (; blocks--; x += BLOCK, out++) {
-        union { int32_t bits; float value; } largest = {0};
-        for (int i = 0; i < BLOCK; i++) { /* compared as integers, NaN is the largest */
-            int32_t bits;
-            memcpy(&bits, x + i, 4);
-            bits &= 0x7fffffff;
-            largest.bits = largest.bits > bits ? largest.bits : bits;
-        }
-        const float inverse = largest.value > 1e-30f ? 127.0f / largest.value : 0.0f;
-        int32_t sums[2] = {0, 0};
-        for (int i = 0; i < BLOCK; i++) {
-            out->values[i] = (int8_t)__builtin_rintf(x[i] * inverse);
-            sums[scales_per_block(format) * i / BLOCK] += out->values[i];
-        }
-        out->scale = largest.value / 127.0f;
-        const int offset = format == Q6_K ? 32 : format == Q8_0 ? Q8_OFFSET : 8;
-        if (has_minima(format)) out->of.sums[0] = out->scale * (float)sums[0];
-        else
-            for (int i = 0; i < 2; i++) out->of.starts[i] = -offset * sums[i];
+/* The largest magnitude of a block, whose bits are compared as integers: NaN is the largest. */
+INLINE float largest_of(const float *x) {
+    union { int32_t bits; float value; } largest = {0};
+    for (int i = 0; i < BLOCK; i++) {
+        const int32_t bits = (int32_t)(((const float_bits *)x)[i] & 0x7fffffff);
+        largest.bits = largest.bits > bits ? largest.bits : bits;
     }
+    return largest.value;
+}
+
+/* Numbers of at most 127 rounded to integers, half to even: the last bits of a sum with 1.5 * 2^23. */
+INLINE void round_all(const float *x, float by, int8_t *out) {
+    float shifted[BLOCK];
+    for (int i = 0; i < BLOCK; i++) shifted[i] = x[i] * by + 12582912.0f;
+    for (int i = 0; i < BLOCK; i++) out[i] = (int8_t)((const float_bits *)shifted)[i];
+}
+
+INLINE int32_t sum_of(const int8_t *values, int count) {
+    int32_t sum = 0;
+    for (int i = 0; i < count; i++) sum += values[i];
+    return sum;
+}
+
+INLINE void quantize_blocks(int format, const float *x, int64_t blocks, Input *out) {
+    for (; blocks--; x += BLOCK, out++) {
+        const float largest = largest_of(x);
+        round_all(x, largest > 1e-30f ? 127.0f / largest : 0.0f, out->values);
+        out->scale = largest / 127.0f;
+        const int offset = format == Q6_K ? 32 : format == Q8_0 ? Q8_OFFSET : 8, part = BLOCK / scales_per_block(format);
+        if (has_minima(format)) out->of.sums[0] = out->scale * (float)sum_of(out->values, BLOCK);
+        else
+            for (int i = 0; i < 2; i++) out->of.starts[i] = i * part < BLOCK ? -offset * sum_of(out->values + i * part, part) : 0;
+    }
+}
+
+static void quantize(int format, const float *x, int64_t blocks, Input *out) {
+#define QUANTIZE(of) quantize_blocks(of, x, blocks, out)
+    FOR_FORMAT(QUANTIZE)
 }
 
 #ifdef SIMD
@@ -947,25 +1046,64 @@ INLINE void unpack_columns(int format, const uint8_t *packed, const int32_t *off
 #endif
 }
 
-/* The same for a part of a block of 256 weights. */
-INLINE void unpack_large_columns(int format, const uint8_t *packed, const int32_t *offsets, int part, int at, Columns *out) {
-    for (int c = 0; c < COLUMNS; c++) {
-        const Scales scales = scales_of(format, packed + offsets[c], part);
-        out->scales[at][c] = scales.by[0];
-        out->others[at][c] = format == Q6_K ? scales.by[1] : -scales.from;
+/* What the parts of a block of 256 weights share: scales, of the first and the last half of each part, minimums, and
+ * interleaved bytes. A part of low bits is that of two parts, a part of high bits that of all, or of four in Q6_K. */
+typedef struct {
+    column_sums by[PARTS][2], from[PARTS];
+#ifdef SIMD
+    bytes low[2][QUADS], high[QUADS];
+#endif
+} LargeBlock;
+
+/* The scales and minimums of a block of each row; as `scales_of`. */
+INLINE void large_scales(int format, const uint8_t *packed, const int32_t *offsets, LargeBlock *out) {
+#ifdef SIMD
+    bytes heads[4];
+    interleave(packed + (format == Q6_K ? 192 : 0), offsets, heads);
+    const column_counts *words = (const column_counts *)heads;
+    const column_sums scales = column_halves(packed, offsets, format == Q6_K ? 208 : 0);
+    if (format == Q6_K) {
+        for (int i = 0; i < 2 * PARTS; i++)
+            out->by[i / 2][i % 2] = scales * __builtin_convertvector(words[i / 4] << (24 - i % 4 * 8) >> 24, column_sums);
+        return;
     }
+    const column_sums minima = column_halves(packed, offsets, 2);
+    /* Four scales and four minimums have 6 bits each in two words, the next four bits in a third and the high bits of these. */
+    const column_counts six = (column_counts)SIMD(set1_epi8)(0x3f), four = (column_counts)SIMD(set1_epi8)(0x0f), two = six ^ four;
+    const column_counts of_scales[2] = {words[1] & six, (words[3] & four) | (words[1] >> 2 & two)};
+    const column_counts of_minima[2] = {words[2] & six, (words[3] >> 4 & four) | (words[2] >> 2 & two)};
+    for (int i = 0; i < PARTS; i++) {
+        const int shift = i % 4 * 8;
+        out->by[i][0] = scales * __builtin_convertvector(of_scales[i / 4] >> shift & 63, column_sums);
+        out->from[i] = -(minima * __builtin_convertvector(of_minima[i / 4] >> shift & 63, column_sums));
+    }
+#else
+    for (int c = 0; c < COLUMNS; c++)
+        for (int i = 0; i < PARTS; i++) {
+            const Scales scales = scales_of(format, packed + offsets[c], i);
+            out->by[i][0][c] = scales.by[0], out->by[i][1][c] = scales.by[1], out->from[i][c] = -scales.from;
+        }
+#endif
+}
+
+/* The same as `unpack_columns` for a part of a block of 256 weights, after the parts before it. */
+INLINE void unpack_large_columns(int format, const uint8_t *packed, const int32_t *offsets, int part, int at,
+                                 LargeBlock *block, Columns *out) {
+    if (part == 0) large_scales(format, packed, offsets, block);
+    out->scales[at] = block->by[part][0];
+    out->others[at] = format == Q6_K ? block->by[part][1] : block->from[part];
     const Bits bits = bits_of(format, part);
 #ifdef SIMD
-    bytes low[QUADS], high[QUADS];
-    for (int i = 0; i < 2; i++) {
-        interleave(packed + bits.low + 16 * i, offsets, low + 4 * i);
-        if (format != Q4_K) interleave(packed + bits.high + 16 * i, offsets, high + 4 * i);
-    }
+    bytes *low = block->low[format == Q6_K ? part % 2 : 0];
+    const int is_new = format == Q6_K ? part % 4 < 2 : part % 2 == 0;
+    for (int i = 0; i < 2 && is_new; i++) interleave(packed + bits.low + 16 * i, offsets, low + 4 * i);
+    for (int i = 0; i < 2 && format != Q4_K && part % (format == Q6_K ? 4 : PARTS) == 0; i++)
+        interleave(packed + bits.high + 16 * i, offsets, block->high + 4 * i);
     const __m128i low_shift = _mm_cvtsi32_si128(bits.low_shift), high_shift = _mm_cvtsi32_si128(bits.high_shift);
     const column_counts low_bits = (column_counts)SIMD(set1_epi8)(15), high_bits = (column_counts)SIMD(set1_epi8)(format == Q6_K ? 3 : 1);
     for (int q = 0; q < QUADS; q++) {
         column_counts values = (column_counts)SIMD(srl_epi32)(low[q], low_shift) & low_bits;
-        if (format != Q4_K) values |= ((column_counts)SIMD(srl_epi32)(high[q], high_shift) & high_bits) << 4;
+        if (format != Q4_K) values |= ((column_counts)SIMD(srl_epi32)(block->high[q], high_shift) & high_bits) << 4;
         *(bytes *)out->values[q][at] = (bytes)values;
     }
 #else
@@ -981,10 +1119,10 @@ INLINE int pairs_in_16_bits(int format) { return format == Q6_K ? 2 : format == 
 /* Add the dot products of quads [first, last) of a block of `tokens` x `width` vectors to their counts. */
 INLINE void dots(int format, int width, int tokens, int first, int last, int64_t blocks, const Columns *columns,
                  const Input *inputs, column_counts counts[WIDTH][ROWS]) {
-#if defined SIMD && COLUMNS == 8
-    _Static_assert(WIDTH == 1, "pairs are those of one vector");
-    bytes pairs[ROWS];
-    for (int t = 0; t < tokens; t++) pairs[t] = _mm256_setzero_si256();
+#ifdef ADDS_PAIRS
+    bytes pairs[WIDTH][ROWS];
+    for (int v = 0; v < width; v++)
+        for (int t = 0; t < tokens; t++) pairs[v][t] = _mm256_setzero_si256();
 #endif
     for (int q = first; q < last; q++)
         for (int t = 0; t < tokens; t++) {
@@ -1002,16 +1140,18 @@ INLINE void dots(int format, int width, int tokens, int first, int last, int64_t
                 const bytes weights = *(const bytes *)columns->values[q][v];
 #if COLUMNS == 16
                 counts[v][t] = (column_counts)_mm512_dpbusd_epi32((bytes)counts[v][t], weights, x);
+#elif !defined ADDS_PAIRS
+                counts[v][t] = (column_counts)_mm256_dpbusd_avx_epi32((bytes)counts[v][t], weights, x);
 #else
                 const bytes ones = _mm256_set1_epi16(1);
                 if (format == Q8_0) {
                     const bytes products = _mm256_maddubs_epi16(_mm256_abs_epi8(weights), _mm256_sign_epi8(x, weights));
                     counts[v][t] += (column_counts)_mm256_madd_epi16(products, ones);
                 } else {
-                    pairs[t] = _mm256_add_epi16(pairs[t], _mm256_maddubs_epi16(weights, x));
+                    pairs[v][t] = _mm256_add_epi16(pairs[v][t], _mm256_maddubs_epi16(weights, x));
                     if ((q + 1) % pairs_in_16_bits(format) == 0) {
-                        counts[v][t] += (column_counts)_mm256_madd_epi16(pairs[t], ones);
-                        pairs[t] = _mm256_setzero_si256();
+                        counts[v][t] += (column_counts)_mm256_madd_epi16(pairs[v][t], ones);
+                        pairs[v][t] = _mm256_setzero_si256();
                     }
                 }
 #endif
@@ -1028,15 +1168,15 @@ typedef struct {
     int64_t row_bytes;
 } Packed;
 
-/* Unpack BLOCK weights of `width` vectors of rows, and prefetch those of the next rows. */
-INLINE void next_columns(int format, int width, const Packed *rows, int64_t block, Columns *out) {
-    const int parts = format >= Q4_K ? LARGE_BLOCK / BLOCK : 1, size = block_bytes(format);
+/* Unpack BLOCK weights of `width` vectors of rows, and prefetch those of the next rows. `large` is kept from block to block. */
+INLINE void next_columns(int format, int width, const Packed *rows, int64_t block, LargeBlock *large, Columns *out) {
+    const int parts = format >= Q4_K ? PARTS : 1, size = block_bytes(format);
     const uint8_t *packed = rows->packed + block / parts * size;
     for (int v = 0; v < width; v++) {
         const uint8_t *next = rows->packed + WIDTH * COLUMNS * rows->row_bytes;
         next += COLUMNS * (v * rows->row_bytes + block * size / parts);
         for (int i = 0; i < COLUMNS * size / parts; i += 64) __builtin_prefetch(next + i);
-        if (format >= Q4_K) unpack_large_columns(format, packed, rows->offsets[v], (int)(block % parts), v, out);
+        if (format >= Q4_K) unpack_large_columns(format, packed, rows->offsets[v], (int)(block % parts), v, large + v, out);
         else unpack_columns(format, packed, rows->offsets[v], v, out);
     }
 }
@@ -1049,10 +1189,11 @@ INLINE void columns_tile(int format, int width, int tokens, int64_t blocks, cons
     column_sums sums[WIDTH][ROWS];
     for (int v = 0; v < width; v++)
         for (int t = 0; t < tokens; t++) sums[v][t] = (column_sums){0};
+    LargeBlock large[WIDTH];
     for (int64_t block = 0; block < blocks; block++, inputs++) {
         Columns unpacked;
         const Columns *of_block = columns ? columns + block : &unpacked;
-        if (!columns) next_columns(format, width, rows, block, &unpacked);
+        if (!columns) next_columns(format, width, rows, block, large, &unpacked);
         for (int part = 0; part < parts; part++) {
             column_counts counts[WIDTH][ROWS];
             for (int t = 0; t < tokens; t++)
@@ -1103,19 +1244,29 @@ INLINE void columns_tokens(int format, int width, int64_t tokens, int64_t blocks
         columns_some(format, width, (int)tokens, blocks, rows, NULL, inputs, b, y, stride, count);
         return;
     }
-    for (int64_t block = 0; block < blocks; block++) next_columns(format, width, rows, block, columns + block);
+    LargeBlock large[WIDTH];
+    for (int64_t block = 0; block < blocks; block++) next_columns(format, width, rows, block, large, columns + block);
     for (; tokens > 0; tokens -= ROWS, inputs += ROWS * blocks, y += ROWS * stride)
         columns_some(format, width, min(tokens, ROWS), blocks, rows, columns, inputs, b, y, stride, count);
 }
 
+/* Whether WIDTH vectors are computed together: few tokens are unpacked as they are multiplied, which needs the registers. So
+ * do the two scales of Q6_K, if there are 16 registers. */
+INLINE int fits_wide(int format, int64_t tokens) { return tokens > ROWS && (COLUMNS == 16 || format != Q6_K); }
+
 /* The results [tokens, count] of `count` rows of weights at w. */
 INLINE void columns_group(int format, int64_t tokens, int64_t blocks, const uint8_t *w, int64_t row_bytes, int count,
                           Columns *columns, const Input *inputs, const float *b, float *y, int64_t stride) {
-    Packed rows = {w, {{0}}, row_bytes};
-    for (int c = 0; c < WIDTH * COLUMNS; c++)
-        rows.offsets[c / COLUMNS][c % COLUMNS] = (int32_t)(min(c, count - 1) * row_bytes);
-    if (WIDTH == 1 || count <= COLUMNS) columns_tokens(format, 1, tokens, blocks, &rows, columns, inputs, b, y, stride, count);
-    else columns_tokens(format, WIDTH, tokens, blocks, &rows, columns, inputs, b, y, stride, count);
+    const int is_wide = count > COLUMNS && fits_wide(format, tokens);
+    for (int done = 0; done < count; done += is_wide ? WIDTH * COLUMNS : COLUMNS) {
+        const int left = count - done;
+        const float *bias = b ? b + done : 0;
+        Packed rows = {w + done * row_bytes, {{0}}, row_bytes};
+        for (int c = 0; c < WIDTH * COLUMNS; c++)
+            rows.offsets[c / COLUMNS][c % COLUMNS] = (int32_t)(min(c, left - 1) * row_bytes);
+        if (is_wide) columns_tokens(format, WIDTH, tokens, blocks, &rows, columns, inputs, bias, y + done, stride, left);
+        else columns_tokens(format, 1, tokens, blocks, &rows, columns, inputs, bias, y + done, stride, left);
+    }
 }
 
 /* `linear` with inputs in 8 bits, for formats with blocks. */

@@ -37,6 +37,7 @@ _AVX2 = frozenset(["avx", "avx2", "bmi1", "bmi2", "f16c", "fma", "abm", "movbe",
 _AVX512 = _AVX2 | frozenset(["avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl", "avx512_vnni"])
 LEVELS = (
     Level("x86-64-v4-vnni", "x86_64", ("-march=x86-64-v4", "-mavx512vnni"), _AVX512),
+    Level("x86-64-v3-vnni", "x86_64", ("-march=x86-64-v3", "-mavxvnni"), _AVX2 | {"avx_vnni"}),
     Level("x86-64-v3", "x86_64", ("-march=x86-64-v3",), _AVX2),
     Level("x86-64", "x86_64", ("-march=x86-64",)),
     Level("armv8-a", "aarch64", ("-march=armv8-a",)),
