@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import hf_parallel
 from hf_parallel.kernels import native, prebuilt
@@ -48,6 +49,8 @@ def fresh_library() -> Any:
     [
         ("x86-64-v4-vnni", "", "x86-64-v4-vnni"),
         ("x86-64-v4-vnni", "avx512_vnni", "x86-64-v3"),
+        ("x86-64-v3-vnni", "", "x86-64-v3-vnni"),
+        ("x86-64-v3-vnni", "avx_vnni", "x86-64-v3"),
         ("x86-64-v3", "", "x86-64-v3"),
         ("x86-64-v3", "fma", "x86-64"),
         ("x86-64", "", "x86-64"),
@@ -307,6 +310,48 @@ def test_a_wheels_kernels_compute_the_bits_of_those_compiled_on_this_machine(run
     other_is_prebuilt, other_bits = run("-c", BITS, **helpers, **compiler).split()
     assert (is_prebuilt, other_is_prebuilt) == ("True", "False")
     assert bits == other_bits
+
+
+def random_blocks(packing: str, outputs: int, inputs: int) -> torch.Tensor:
+    """Rows of weights in a format of GGUF files, with random bits and scales of about 0.01."""
+    generator = torch.Generator().manual_seed(outputs)
+    size, per_block = native.PACKINGS[packing]
+    blocks = torch.randint(0, 256, (outputs, inputs // per_block, size), dtype=torch.uint8, generator=generator)
+    scale = torch.tensor([0.01], dtype=torch.float16).view(torch.uint8)
+    places = {"Q6_K": (208,), "Q4_0": (0,), "Q8_0": (0,)}.get(packing, (0, 2))  # a scale, and a minimum's
+    for at in places:
+        blocks[:, :, at : at + 2] = scale
+    return blocks.flatten(1)
+
+
+@pytest.mark.slow
+def test_products_and_samples_have_the_same_bits_in_each_library_of_a_wheel(
+    wheel: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fresh_library: None
+) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(tmp_path)
+    features = set(native._processor().split())
+    names = [prebuilt._name(level) for level in prebuilt.LEVELS if "fma" in level.needs and level.needs <= features]
+    found: dict[tuple[str, int, bool], torch.Tensor] = {}
+    for name in names:
+        path = tmp_path / "hf_parallel" / "kernels" / "libraries" / name
+        monkeypatch.setattr(prebuilt, "find", lambda features, path=path: path)
+        native._compiled_library.cache_clear()
+        native._load.cache_clear()
+        assert native.is_prebuilt()
+        for packing in native.INTEGERS:
+            weights = random_blocks(packing, 200, 1024)
+            for tokens in (1, 2, 3, 7, 16):
+                x = torch.randn(tokens, 1024, generator=torch.Generator().manual_seed(tokens))
+                for int8 in (False, True):
+                    result = native.linear(x, weights, None, packing, int8=int8)
+                    assert torch.equal(found.setdefault((packing, tokens, int8), result), result), (
+                        name,
+                        packing,
+                        tokens,
+                    )
+        probs = native.softmax(torch.randn(3, 999, generator=torch.Generator().manual_seed(0)) * 5)
+        assert torch.equal(found.setdefault(("softmax", 3, False), probs), probs), name
 
 
 @pytest.mark.slow
