@@ -543,8 +543,14 @@ static void merge_vectors(int64_t dim, int width, vec *result, const vec *result
     }
 }
 
+/* Where the results of a task's rows are: the task before has left them in the thread's memory, or no task has computed some,
+ * or they are in `out`. And where they go: to the task after it, or to `out`. */
+typedef struct {
+    int continues, is_first, is_continued;
+} Course;
+
 /* A task of many rows. Results of tiles of keys that are not merged at once: `results`, [tiles of keys][tiles of rows]. */
-static void attend_many(const Layer *layer, const Plan *plan, const Task *task, int is_first, vec *memory, vec *results) {
+static void attend_many(const Layer *layer, const Plan *plan, const Task *task, Course course, vec *memory, vec *results) {
     const int64_t dim = layer->dim, all = rows_of(layer, plan, task->block), span = width_of(all) * LANES;
     const int width = width_of(all), tiles = (int)task->tiles;
     const int64_t size = (dim + 2) * width, query_size = (layer->lead + dim) * width;
@@ -557,8 +563,8 @@ static void attend_many(const Layer *layer, const Plan *plan, const Task *task, 
         const int64_t first = task->first_row + t * span, count = smaller(all - first, span);
         rows[t].qt = memory, rows[t].result = memory + query_size;
         load_rows(layer, plan, task, first, count, width, rows + t);
-        if (task->result < 0 && !is_first) load_results(layer, plan, task, first, count, width, rows[t].result);
-        else clear_result(dim, width, rows[t].result);
+        if (task->result >= 0 || course.is_first) clear_result(dim, width, rows[t].result);
+        else if (!course.continues) load_results(layer, plan, task, first, count, width, rows[t].result);
         if (rows[t].least_lo < begin) begin = rows[t].least_lo;
         if (rows[t].most_hi > stop) stop = rows[t].most_hi;
     }
@@ -578,7 +584,7 @@ static void attend_many(const Layer *layer, const Plan *plan, const Task *task, 
             } else if (is_seen) attend_width(width, rows + t, &tile, start, computed, 0);
         }
     }
-    for (int t = 0; t < tiles && task->result < 0; t++) {
+    for (int t = 0; t < tiles && task->result < 0 && !course.is_continued; t++) {
         const int64_t first = task->first_row + t * span;
         store_results(layer, plan, task, first, smaller(all - first, span), width, rows[t].result);
     }
@@ -715,13 +721,13 @@ static void merge_few(int64_t dim, int64_t rows, float *results, const float *re
     }
 }
 
-/* A task of few rows. Results of tiles of keys that are not merged at once: `stored`, [tiles of keys]. */
-static void attend_few(const Layer *layer, const Plan *plan, const Task *task, int is_first, float *stored) {
+/* A task of few rows. Results of tiles of keys that are not merged at once: `stored`, [tiles of keys]; others: `results`. */
+static void attend_few(const Layer *layer, const Plan *plan, const Task *task, Course course, float *results, float *stored) {
     const int64_t lead = layer->lead, dim = layer->dim, query_dim = lead + dim;
     const int64_t rows = rows_of(layer, plan, task->block), size = rows * (dim + 2);
     Piece pieces[TILE];
     const Block block = block_of(layer, plan, task, pieces);
-    float q[rows * query_dim] __attribute__((aligned(64))), room[room_of(&block)], results[size], of_tile[size];
+    float q[rows * query_dim] __attribute__((aligned(64))), room[room_of(&block)], of_tile[size];
     float scores[rows][TILE] __attribute__((aligned(64)));
     int64_t lo[rows], hi[rows], begin = task->stop, stop = task->start;
     for (int64_t r = 0; r < rows; r++) {
@@ -731,8 +737,8 @@ static void attend_few(const Layer *layer, const Plan *plan, const Task *task, i
         if (lo[r] < begin) begin = lo[r];
         if (hi[r] > stop) stop = hi[r];
     }
-    if (is_first) clear_few(dim, rows, results);
-    else load_few(layer, plan, task, rows, results);
+    if (task->result < 0 && course.is_first) clear_few(dim, rows, results);
+    else if (task->result < 0 && !course.continues) load_few(layer, plan, task, rows, results);
     begin = (task->result < 0 && begin > task->start ? begin : task->start) / TILE * TILE;
     if (task->result >= 0 || stop > task->stop) stop = task->stop;
     for (int64_t start = begin; start < stop; start += TILE) {
@@ -754,7 +760,7 @@ static void attend_few(const Layer *layer, const Plan *plan, const Task *task, i
         }
         if (task->result < 0) merge_few(dim, rows, results, of_tile);
     }
-    if (task->result < 0) store_few(layer, plan, task, rows, results);
+    if (task->result < 0 && !course.is_continued) store_few(layer, plan, task, rows, results);
 }
 
 /* Merges the results of tiles of keys, in order, with those of earlier blocks. `task` is the first of its rows. */
@@ -852,6 +858,31 @@ static Size divide(const Layer *layer, const Plan *plan, int64_t level, int thre
     return size;
 }
 
+/* Whether the tasks of a level have the rows of those of another one, which a thread may therefore compute one after the
+ * other: so do blocks of which the same rows see one after the other, such as those of workers who see each other. */
+static int have_same_rows(const Plan *plan, const Task *tasks, const Task *others, int64_t count) {
+    for (int64_t i = 0; i < count; i++) {
+        const Task *task = tasks + i, *other = others + i;
+        if (task->result >= 0 || other->result >= 0) return 0;
+        if (task->head != other->head || task->first_row != other->first_row || task->tiles != other->tiles) return 0;
+        const int64_t first = plan->first_pair[task->block], pairs = plan->first_pair[task->block + 1] - first;
+        const int64_t of_other = plan->first_pair[other->block];
+        if (pairs != plan->first_pair[other->block + 1] - of_other) return 0;
+        if (memcmp(plan->query + first, plan->query + of_other, pairs * sizeof(int64_t))) return 0;
+    }
+    return 1;
+}
+
+/* The first level after `level` whose tasks do not have the same rows. */
+static int64_t end_of_course(const Plan *plan, const Task *tasks, const int64_t *first_tasks, int64_t level) {
+    const int64_t count = first_tasks[level + 1] - first_tasks[level];
+    int64_t next = level + 1;
+    while (next < plan->levels && first_tasks[next + 1] - first_tasks[next] == count &&
+           have_same_rows(plan, tasks + first_tasks[level], tasks + first_tasks[next], count))
+        next++;
+    return next;
+}
+
 /* Attention of all queries to all blocks of a plan. dim and lead are multiples of SHORT. Returns 0, or 1 if memory ran out. */
 int attend(const Layer *layer, const Plan *plan, int threads) {
     const int64_t dim = layer->dim, rows = layer->tokens * layer->heads;
@@ -882,16 +913,19 @@ int attend(const Layer *layer, const Plan *plan, int threads) {
 #pragma omp parallel num_threads(threads)
     {
         vec *own = of_threads + omp_get_thread_num() * per_thread;
-        for (int64_t level = 0; level < plan->levels; level++) {
+        for (int64_t level = 0, next; level < plan->levels; level = next) {
             const int64_t first = first_tasks[level], end = first_tasks[level + 1], chunk = (end - first) / (32 * threads) + 1;
+            next = end_of_course(plan, tasks, first_tasks, level);
             int are_stored = 0;
             for (int64_t i = first; i < end; i++) are_stored |= tasks[i].result >= 0;
 #pragma omp for schedule(dynamic, chunk)
-            for (int64_t i = end - 1; i >= first; i--) { /* the last rows of a causal run first: they see most */
-                const Task *task = tasks + i;
-                if (task->tiles) attend_many(layer, plan, task, is_first, own, results + task->result);
-                else attend_few(layer, plan, task, is_first, (float *)(results + task->result));
-            }
+            for (int64_t i = end - 1; i >= first; i--) /* the last rows of a causal run first: they see most */
+                for (int64_t of = level; of < next; of++) {
+                    const Task *task = tasks + first_tasks[of] + i - first;
+                    const Course course = {of > level, is_first, of + 1 < next};
+                    if (task->tiles) attend_many(layer, plan, task, course, own, results + task->result);
+                    else attend_few(layer, plan, task, course, (float *)own, (float *)(results + task->result));
+                }
             if (!are_stored) continue;
 #pragma omp for schedule(dynamic, 1)
             for (int64_t i = first; i < end; i++) {

@@ -360,7 +360,7 @@ def _with_generator(draw: Callable[[int], _T], generator: torch.Generator | None
             before = generator.get_state()
             state = before.clone()
             drawn = draw(state.data_ptr())
-            if generator.get_state().equal(before):
+            if np.array_equal(generator.get_state().numpy(), before.numpy()):
                 generator.set_state(state)
                 return drawn
 
@@ -420,15 +420,16 @@ def softmax(scores: Tensor) -> Tensor:
     return probs
 
 
-def keep_probable(scores: Tensor, settings: Tensor) -> Tensor | None:
-    """Return scores `[rows, vocabulary]` with -inf for those that top-p and min-p remove; `settings` as in `sample`.
-
-    None if PyTorch has to compute it: on another device or in another dtype.
-    """
-    library = _library()
+def can_filter(scores: Tensor) -> bool:
+    """Whether the kernels can remove scores; if not, PyTorch has to: on another device, or in another dtype."""
     is_supported = scores.device.type == "cpu" and scores.dtype == torch.float32 and scores.is_contiguous()
-    if library is None or not is_supported:
-        return None
+    return is_supported and _library() is not None
+
+
+def keep_probable(scores: Tensor, settings: Tensor) -> Tensor:
+    """Return scores `[rows, vocabulary]` with -inf for those that top-p and min-p remove; `settings` as in `sample`."""
+    library = _library()
+    assert library is not None, "can_filter() was not checked"
     out = torch.empty_like(scores)
     stride = int(len(settings) > 1)
     threads = torch.get_num_threads()
@@ -457,10 +458,10 @@ def keep_top_k(scores: Tensor, counts: Sequence[int]) -> Tensor | None:
 
     None if PyTorch has to compute it: on another device, in another dtype, where many are kept, or with a NaN.
     """
-    library = _library()
-    is_supported = scores.device.type == "cpu" and scores.dtype == torch.float32 and scores.is_contiguous()
-    if library is None or not is_supported or max(counts) > scores.shape[1] // _MIN_SCORES_PER_KEPT:
+    if not can_filter(scores) or max(counts) > scores.shape[1] // _MIN_SCORES_PER_KEPT:
         return None
+    library = _library()
+    assert library is not None, "can_filter() was checked"
     out = torch.empty_like(scores)
     numbers = np.array(counts)
     threads = torch.get_num_threads()

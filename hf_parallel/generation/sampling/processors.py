@@ -312,10 +312,10 @@ def keep_top_k(scores: torch.Tensor, batch: ProcessorBatch) -> torch.Tensor:
 
 def keep_top_p(scores: torch.Tensor, batch: ProcessorBatch) -> torch.Tensor:
     """Keep the most probable tokens of total probability `top_p`."""
-    numbers = [(1.0, 0, 1 - processor.top_p, 0.0) for processor in batch.processors]
-    filtered = native.keep_probable(scores, _rows(numbers))
-    if filtered is not None:
-        return filtered
+    if native.can_filter(scores):
+        return native.keep_probable(
+            scores, _rows([(1.0, 0, 1 - processor.top_p, 0.0) for processor in batch.processors])
+        )
     ascending, order = torch.sort(scores, descending=False)
     removable = _setting([1 - processor.top_p for processor in batch.processors], scores.device)
     removed = ascending.softmax(dim=-1).cumsum(dim=-1) <= removable
@@ -326,9 +326,9 @@ def keep_top_p(scores: torch.Tensor, batch: ProcessorBatch) -> torch.Tensor:
 
 def keep_min_p(scores: torch.Tensor, batch: ProcessorBatch) -> torch.Tensor:
     """Keep tokens of at least `min_p` times the highest probability."""
-    filtered = native.keep_probable(scores, _rows([(1.0, 0, 0.0, processor.min_p) for processor in batch.processors]))
-    if filtered is not None:
-        return filtered
+    if native.can_filter(scores):
+        settings = _rows([(1.0, 0, 0.0, processor.min_p) for processor in batch.processors])
+        return native.keep_probable(scores, settings)
     probs = scores.softmax(dim=-1)
     min_p = _setting([processor.min_p for processor in batch.processors], scores.device)
     limit = min_p * probs.amax(dim=-1, keepdim=True)
