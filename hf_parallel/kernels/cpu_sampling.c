@@ -1,10 +1,9 @@
 // Samples tokens from scores: the filters of Transformers' warpers, softmax, and an exponential race.
 //
-// The noise is a function of a row's key, or the same as that of `torch.multinomial`, from PyTorch's generator. That of
-// tokens that cannot win is not computed. What a filter removes has the score -inf, or is missing from a list of tokens:
-// a row gets the same bits either way, as sums of tokens have an order that such tokens do not change.
+// The noise is a function of a row's key, or the noise of `torch.multinomial`, from PyTorch's generator. Noise of tokens
+// that cannot win is not computed. A removed token has the score -inf, or is missing from a list of tokens. A row gets the
+// same bits either way, because removed tokens do not change the order of its sums.
 
-#include <float.h>
 #include <math.h>
 #include <stdint.h>
 #include <stdlib.h>
@@ -14,7 +13,7 @@ void exponentials(const float *x, float highest, float *out, int64_t n);
 
 #define LANES 16  // sums of a row; token t belongs to number t mod LANES
 
-// The highest of `n` numbers, but for NaN.
+// The highest of `n` numbers; NaN is ignored.
 static float highest_of(const float *numbers, int64_t n) {
     float lanes[LANES];
     for (int j = 0; j < LANES; j++) lanes[j] = -INFINITY;
@@ -356,14 +355,15 @@ int keep_probable(const float *scores, const Settings *settings, int64_t stride,
 
 enum { NO_MEMORY = 1, INVALID };  // what can be wrong with a row
 
-// Divide scores by the temperature, and keep the `top_k` highest and ties of the lowest of them, in memory of `row`.
+// Divide scores by the temperature. Keep the `top_k` highest, and all that equal the lowest of these, in memory of `row`.
 static int highest_scores(const float *scores, const Settings *settings, int64_t vocabulary, Row *row) {
     const int64_t top_k = (int64_t)settings->top_k;
     float *heap = malloc(sizeof(float) * top_k);
     if (!heap) return NO_MEMORY;
     const float nth = nth_highest(scores, vocabulary, top_k, heap), last = nth / settings->temperature;
     free(heap);
-    const float least = nth - fabsf(nth) * 1e-6f - FLT_MIN;  // divided, lower scores are not ties of the last, either
+    // Lower scores are not ties of the last one when they are divided, either, unless the quotients lose digits.
+    const float least = fabsf(last) < 1e-30f ? -INFINITY : nth - fabsf(nth) * 1e-6f;
     int64_t room = 0;
     for (int64_t first = 0; first < vocabulary; first += CHUNK) {
         const int64_t end = first + CHUNK < vocabulary ? first + CHUNK : vocabulary;
@@ -389,7 +389,7 @@ static int highest_scores(const float *scores, const Settings *settings, int64_t
     return row->count ? 0 : INVALID;
 }
 
-// The tokens that the filters of a row keep, in `row`, with probabilities instead of scores.
+// Store the tokens that the filters of a row keep, with probabilities instead of scores.
 static int candidates(const float *scores, const Settings *settings, int64_t vocabulary, Row *row) {
     const int problem = highest_scores(scores, settings, vocabulary, row);
     if (problem) return problem;
@@ -405,7 +405,7 @@ static int candidates(const float *scores, const Settings *settings, int64_t voc
 
 // Sample a token of each row of scores [rows, vocabulary], whose settings have a `top_k`, by the keys of rows or the state of
 // PyTorch's generator, which advances. `probs` are the tokens' probabilities. A row whose probabilities are not finite has
-// the mark 2, others 0, and the token 0. Returns the number of such rows, -1 if memory runs out.
+// the mark 2, others 0. Returns the number of such rows, -1 if memory runs out; the state changes only if it is 0.
 int64_t sample(const float *scores, const Settings *settings, int64_t stride, const uint64_t *keys, void *state, int64_t rows,
                int64_t vocabulary, int64_t *tokens, int64_t *marks, float *probs, int threads) {
     Row *of_rows = calloc(rows, sizeof(Row));
@@ -436,7 +436,7 @@ int64_t sample(const float *scores, const Settings *settings, int64_t stride, co
         free(of_row->scores);
         free(of_row->tokens);
     }
-    if (state && !failed) stop_twister(&twister, 2 * rows * vocabulary, state);
+    if (state && !failed && !invalid) stop_twister(&twister, 2 * rows * vocabulary, state);
     free(of_rows);
     return failed ? -1 : invalid;
 }

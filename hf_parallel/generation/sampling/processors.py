@@ -1,7 +1,8 @@
 """Logits processors of the decode loop, and which processors and criteria depend on the rows of the batch.
 
 The functions of `STAGES` process rows of several calls at once, and return the same bits as the processors of
-Transformers. `split_warpers` finds the warpers that `hf_parallel.kernels.sampling` applies together with the draw.
+Transformers. (Of equal scores at the boundary of top-p, the C kernel removes the first; there, Transformers' sort may
+remove any.) `split_warpers` finds the warpers that `hf_parallel.kernels.sampling` applies together with the draw.
 """
 
 from __future__ import annotations
@@ -314,7 +315,7 @@ def keep_top_p(scores: torch.Tensor, batch: ProcessorBatch) -> torch.Tensor:
     """Keep the most probable tokens of total probability `top_p`."""
     if native.can_filter(scores):
         return native.keep_probable(
-            scores, _rows([(1.0, 0, 1 - processor.top_p, 0.0) for processor in batch.processors])
+            scores, _settings([Warpers(top_p=processor.top_p) for processor in batch.processors])
         )
     ascending, order = torch.sort(scores, descending=False)
     removable = _setting([1 - processor.top_p for processor in batch.processors], scores.device)
@@ -327,8 +328,9 @@ def keep_top_p(scores: torch.Tensor, batch: ProcessorBatch) -> torch.Tensor:
 def keep_min_p(scores: torch.Tensor, batch: ProcessorBatch) -> torch.Tensor:
     """Keep tokens of at least `min_p` times the highest probability."""
     if native.can_filter(scores):
-        settings = _rows([(1.0, 0, 0.0, processor.min_p) for processor in batch.processors])
-        return native.keep_probable(scores, settings)
+        return native.keep_probable(
+            scores, _settings([Warpers(min_p=processor.min_p) for processor in batch.processors])
+        )
     probs = scores.softmax(dim=-1)
     min_p = _setting([processor.min_p for processor in batch.processors], scores.device)
     limit = min_p * probs.amax(dim=-1, keepdim=True)
@@ -410,10 +412,11 @@ def _setting(values: list[float], device: torch.device) -> float | torch.Tensor:
     return to_device(values, device, torch.float32)[:, None]
 
 
-def _rows(numbers: Sequence[tuple[float, ...]]) -> torch.Tensor:
-    """Return numbers of rows, or of one if all are equal, float32."""
-    are_equal = numbers.count(numbers[0]) == len(numbers)
-    return torch.tensor(numbers[:1] if are_equal else numbers, dtype=torch.float32, device="cpu")
+def _settings(warpers: Sequence[Warpers]) -> torch.Tensor:
+    """Return the settings of each row, or once if all rows share them, float32 `[rows or 1, 4]`."""
+    are_equal = warpers.count(warpers[0]) == len(warpers)
+    numbers = [of_row.numbers(0, is_inverted=False) for of_row in (warpers[:1] if are_equal else warpers)]
+    return torch.tensor(numbers, dtype=torch.float32, device="cpu")
 
 
 def _divide(scores: torch.Tensor, divisor: float | torch.Tensor) -> torch.Tensor:

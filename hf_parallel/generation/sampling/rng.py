@@ -79,6 +79,12 @@ def next_keys(rngs: Sequence[RowRNG], device: torch.device) -> torch.Tensor:
     return to_device(keys.astype(np.int64), device)
 
 
+def take_back(rngs: Sequence[RowRNG]) -> None:
+    """Undo the last `next_keys` of rows that cannot be drawn."""
+    for rng in rngs:
+        rng.count -= 1
+
+
 def draw(probs: torch.Tensor, rngs: Sequence[RowRNG]) -> torch.Tensor:
     """Sample one token for each row, `int64 [rows]`, from `probs`, `float32 [rows, vocabulary]`.
 
@@ -92,8 +98,7 @@ def draw(probs: torch.Tensor, rngs: Sequence[RowRNG]) -> torch.Tensor:
         return _race(probs, keys)
     tokens = _race_on_cpu(probs.detach(), keys)
     if tokens is None:
-        for rng in rngs:
-            rng.count -= 1
+        take_back(rngs)
         best = probs.amax(dim=-1)
         raise CannotDrawError(f"cannot draw: the highest probabilities of the rows are {best.tolist()}")
     return tokens

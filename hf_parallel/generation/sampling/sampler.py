@@ -32,6 +32,7 @@ from hf_parallel.generation.sampling.rng import (
     draw_among_each,
     make_rngs,
     next_keys,
+    take_back,
 )
 from hf_parallel.generation.sampling.row_processors import CallRows, JointProcessors, RowCriteria, RowProcessors
 from hf_parallel.generation.sampling.token_table import TokenTable
@@ -441,8 +442,11 @@ class SamplingBatch:
         drawing = self._drawing
         if not drawing or any(task.sampler.scores is not None for task in drawing):
             return False
-        if self._is_requested and not can_race(self.device):
-            return False  # a trainer computes the log-probabilities of scores, not of probabilities
+        if not can_race(self.device):
+            if self._is_requested:  # a trainer computes the log-probabilities of scores, not of probabilities
+                return False
+            if not all(task.sampler.processors.is_row_wise for task in drawing):  # others may return half precision
+                return False
         warpers = []
         num_rows = 0
         for task in drawing:
@@ -494,7 +498,11 @@ class SamplingBatch:
         """
         if self._fuses:
             keys = next_keys(self._rngs, self.device) if self._rngs else None
-            return sample(values, self._warpers, keys)
+            tokens, marks, probs = sample(values, self._warpers, keys)
+            if marks is not None and not can_race(self.device):  # known on the host, and no generator has advanced
+                take_back(self._rngs)
+                raise CannotDrawError(str(cannot_draw(marks.nonzero().flatten().tolist())))
+            return tokens, marks, probs
         tokens = _draw_tokens(values, self._rngs)
         return tokens, None, values.gather(1, tokens[:, None]).squeeze(1)
 
