@@ -902,7 +902,7 @@ typedef __m256i bytes;
 #define QUADS (BLOCK / 4)
 #define CHUNK 256 /* tokens whose inputs in 8 bits stay in the second cache */
 
-/* A product is rounded before it is added only if the processor has no fused instruction. */
+/* Fused on x86-64 processors with FMA; on others, a product is rounded before it is added. */
 #if COLUMNS == 16
 #define FUSED(a, b, sum) ((column_sums)_mm512_fmadd_ps((__m512)(a), (__m512)(b), (__m512)(sum)))
 #define EACH(value) ((column_sums)_mm512_set1_ps(value))
@@ -1046,8 +1046,8 @@ INLINE void unpack_columns(int format, const uint8_t *packed, const int32_t *off
 #endif
 }
 
-/* What the parts of a block of 256 weights share: scales, of the first and the last half of each part, minimums, and
- * interleaved bytes. A part of low bits is that of two parts, a part of high bits that of all, or of four in Q6_K. */
+/* What the parts of a block of 256 weights share: scales of the first and the last half of each part, minimums, and
+ * interleaved bytes. Two parts share low bits. All share high bits; in Q6_K, four do. */
 typedef struct {
     column_sums by[PARTS][2], from[PARTS];
 #ifdef SIMD
@@ -1250,8 +1250,8 @@ INLINE void columns_tokens(int format, int width, int64_t tokens, int64_t blocks
         columns_some(format, width, min(tokens, ROWS), blocks, rows, columns, inputs, b, y, stride, count);
 }
 
-/* Whether WIDTH vectors are computed together: few tokens are unpacked as they are multiplied, which needs the registers. So
- * do the two scales of Q6_K, if there are 16 registers. */
+/* Whether WIDTH vectors are computed together. For few tokens, weights are unpacked as they are multiplied, which needs the
+ * registers. So does Q6_K with its two scales, if there are only 16 registers. */
 INLINE int fits_wide(int format, int64_t tokens) { return tokens > ROWS && (COLUMNS == 16 || format != Q6_K); }
 
 /* The results [tokens, count] of `count` rows of weights at w. */
