@@ -125,9 +125,11 @@ def test_the_tokens_that_are_kept_are_those_of_transformers(name: str, dtype: to
 def test_tokens_and_their_probabilities_are_those_of_the_noise(name: str, dtype: torch.dtype, vocabulary: int) -> None:
     scores = random_scores(dtype, vocabulary)
     probs = warped(scores, SETTINGS[name]).softmax(dim=-1)
-    drawn, found = sample(scores, SETTINGS[name], KEYS)
+    tokens, marks, found = sample(scores, SETTINGS[name], KEYS)
     expected = (probs / exponential_noise(KEYS[:, None], torch.arange(vocabulary))).argmax(dim=-1)
-    assert drawn.tolist() == [expected.tolist(), [0] * 4]
+    assert torch.equal(tokens, expected)
+    assert marks is not None
+    assert not marks.any()
     torch.testing.assert_close(found, probs.gather(1, expected[:, None])[:, 0], rtol=1e-5, atol=0)
 
 
@@ -135,11 +137,13 @@ def test_rows_of_different_settings_sample_as_each_alone() -> None:
     several = list(SETTINGS.values())
     scores = random_scores(torch.float32)[:1].expand(len(several), -1)
     keys = torch.tensor([mix(3, row) for row in range(len(several))])
-    tokens, probs = sample(scores, several, keys)
+    together = sample(scores, several, keys)
     for row, one in enumerate(several):
         alone = sample(scores[row : row + 1], one, keys[row : row + 1])
-        assert torch.equal(tokens[:, row : row + 1], alone[0])
-        assert torch.equal(probs[row : row + 1], alone[1])
+        for of_all, of_row in zip(together, alone, strict=True):
+            assert of_all is not None
+            assert of_row is not None
+            assert torch.equal(of_all[row : row + 1], of_row)
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
@@ -147,9 +151,10 @@ def test_rows_of_different_settings_sample_as_each_alone() -> None:
 def test_rows_that_cannot_be_drawn_are_marked(bad: float, warpers: Warpers) -> None:
     scores = random_scores(torch.float32)
     scores[1, slice(None) if bad == -torch.inf else 5] = bad
-    drawn, _ = sample(scores, warpers, KEYS)
-    assert drawn[1].tolist() == [0, 2, 0, 0]
-    assert drawn[0, 1] == 0
+    tokens, marks, _ = sample(scores, warpers, KEYS)
+    assert marks is not None
+    assert marks.tolist() == [0, 2, 0, 0]
+    assert tokens[1] == 0
 
 
 def test_warpers_are_split_off_in_the_order_of_generate_only() -> None:
