@@ -59,6 +59,7 @@ def find(features: Collection[str], folder: Path = FOLDER) -> Path | None:
 def build(compiler: str, folder: Path) -> list[Path]:
     """Compile the libraries of the machine for which `compiler` compiles into `folder`, and return their paths.
 
+    An older compiler may not know the instructions of a level, which is left out then.
     Takes about five minutes of CPU time. Raises `subprocess.CalledProcessError` if the compiler fails.
     """
     machine = target(compiler)
@@ -67,7 +68,7 @@ def build(compiler: str, folder: Path) -> list[Path]:
     with tempfile.TemporaryDirectory() as temporary, ThreadPoolExecutor(os.cpu_count()) as pool:
         compiling = {}
         for level in LEVELS:
-            if level.machine == machine:
+            if level.machine == machine and _compiles_for(compiler, level):
                 objects = [Path(temporary, f"{level.name}-{source.stem}.o") for source in SOURCES]
                 commands = [
                     [compiler, *FLAGS, *level.flags, "-c", str(source), "-o", str(output)]
@@ -86,6 +87,12 @@ def target(compiler: str) -> str:
     """Return the machine for which `compiler` compiles, such as `x86_64`."""
     done = subprocess.run([compiler, "-dumpmachine"], capture_output=True, text=True, check=True)
     return done.stdout.split("-")[0].strip()
+
+
+def _compiles_for(compiler: str, level: Level) -> bool:
+    """Whether a compiler knows the flags of a level."""
+    command = [compiler, *level.flags, "-E", "-x", "c", os.devnull]
+    return subprocess.run(command, capture_output=True, check=False).returncode == 0
 
 
 def _link(compiler: str, objects: Sequence[Path], output: Path) -> None:

@@ -67,6 +67,20 @@ def test_the_fastest_library_whose_instructions_the_processor_has_is_chosen(
     assert prebuilt.find(features, tmp_path) == tmp_path / prebuilt._name(levels[chosen])
 
 
+@needs_compiler
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="the flag is of x86-64 compilers")
+def test_a_level_that_a_compiler_does_not_know_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiler = tmp_path / "older-cc"
+    compiler.write_text(f'#!/bin/sh\ncase "$*" in *-mavxvnni*) exit 1;; esac\nexec {CC} "$@"\n')
+    compiler.chmod(0o755)
+    source = tmp_path / "cpu_small.c"
+    source.write_text("int small(void) { return 1; }")
+    monkeypatch.setattr(prebuilt, "SOURCES", (source,))
+    built = prebuilt.build(str(compiler), tmp_path / "libraries")
+    names = [level.name for level in prebuilt.LEVELS if level.machine == "x86_64" and "avx_vnni" not in level.needs]
+    assert [path.name.split("-", 2)[2] for path in built] == [f"{name}.so" for name in names]
+
+
 def test_libraries_of_other_sources_are_not_chosen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for level in prebuilt.LEVELS:
         (tmp_path / prebuilt._name(level)).touch()
