@@ -379,8 +379,8 @@ def _with_generator(draw: Callable[[int], _T], generator: torch.Generator | None
 def _replace_state(generator: torch.Generator, before: Tensor, state: Tensor) -> bool:
     """Set the state of a generator if it is still the one `before`; return whether it was.
 
-    It is one call of C code, in which no other thread of Python gets a turn: one that sets a seed does so before or
-    after it.
+    Comparing and setting are one call into C, so no other Python thread runs in between. A thread that sets a seed
+    therefore sets it before or after this call.
     """
     current = map(bytes, map(Tensor.numpy, map(torch.Generator.get_state, repeat(generator))))
     compare = partial(next, map({bytes(before.numpy()): None}.__getitem__, current))
@@ -452,7 +452,7 @@ def can_filter(scores: Tensor) -> bool:
 
 
 def keep_probable(scores: Tensor, settings: Tensor) -> Tensor:
-    """Return scores `[rows, vocabulary]` with -inf for those that top-p and min-p remove; `settings` as in `sample`."""
+    """Apply top-p and min-p to scores `[rows, vocabulary]`: removed ones are -inf. `settings` are as in `sample`."""
     library = _library()
     assert library is not None, "can_filter() was not checked"
     scores = scores.contiguous()

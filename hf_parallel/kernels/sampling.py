@@ -91,26 +91,27 @@ def sample(
     """
     vocabulary = scores.shape[1]
     is_native = not can_race(scores.device)
-    if isinstance(warpers, Warpers):
-        settings = _uniform(warpers, vocabulary, scores.device, not is_native)
-        has_filters = warpers.is_filter
-        has_unfiltered = not has_filters
-    else:
-        numbers: list[float] = []
-        has_filters = False
-        has_unfiltered = False
-        for of_row in warpers:
-            numbers += of_row.numbers(vocabulary, not is_native)
-            has_filters |= of_row.is_filter
-            has_unfiltered |= not of_row.is_filter
-        settings = to_device(numbers, scores.device, torch.float32).view(-1, 4)
+    of_rows = [warpers] if isinstance(warpers, Warpers) else warpers
+    settings = settings_of(of_rows, vocabulary, scores.device, not is_native)
     if is_native:
         return native.sample(scores.float().contiguous(), settings, keys)
     noise = None
     if keys is None:
         noise = torch.empty(scores.shape, dtype=torch.float32, device=scores.device).exponential_()
+    has_filters = any(of_row.is_filter for of_row in of_rows)
+    has_unfiltered = not all(of_row.is_filter for of_row in of_rows)
     drawn, probs = _backend().sample(scores, settings, keys, noise, has_filters, has_unfiltered)
     return drawn[0], drawn[1], probs
+
+
+def settings_of(warpers: Sequence[Warpers], vocabulary: int, device: torch.device, is_inverted: bool) -> Tensor:
+    """Return the settings of each row, or once if all rows share them: `Warpers.numbers`, float32 `[rows or 1, 4]`."""
+    if warpers.count(warpers[0]) == len(warpers):
+        return _uniform(warpers[0], vocabulary, device, is_inverted)
+    numbers: list[float] = []
+    for of_row in warpers:
+        numbers += of_row.numbers(vocabulary, is_inverted)
+    return to_device(numbers, device, torch.float32).view(-1, 4)
 
 
 def softmax(scores: Tensor) -> Tensor:

@@ -31,7 +31,7 @@ from transformers import (
 from hf_parallel.generation.sampling.token_table import TokenTable
 from hf_parallel.generation.validation import check_int
 from hf_parallel.kernels import native, to_device
-from hf_parallel.kernels.sampling import Warpers
+from hf_parallel.kernels.sampling import Warpers, settings_of
 from hf_parallel.models.probing.signature import parameters_of
 
 _BATCH_DEPENDENT = (
@@ -314,9 +314,8 @@ def keep_top_k(scores: torch.Tensor, batch: ProcessorBatch) -> torch.Tensor:
 def keep_top_p(scores: torch.Tensor, batch: ProcessorBatch) -> torch.Tensor:
     """Keep the most probable tokens of total probability `top_p`."""
     if native.can_filter(scores):
-        return native.keep_probable(
-            scores, _settings([Warpers(top_p=processor.top_p) for processor in batch.processors])
-        )
+        warpers = [Warpers(top_p=processor.top_p) for processor in batch.processors]
+        return native.keep_probable(scores, settings_of(warpers, scores.shape[1], scores.device, is_inverted=False))
     ascending, order = torch.sort(scores, descending=False)
     removable = _setting([1 - processor.top_p for processor in batch.processors], scores.device)
     removed = ascending.softmax(dim=-1).cumsum(dim=-1) <= removable
@@ -328,9 +327,8 @@ def keep_top_p(scores: torch.Tensor, batch: ProcessorBatch) -> torch.Tensor:
 def keep_min_p(scores: torch.Tensor, batch: ProcessorBatch) -> torch.Tensor:
     """Keep tokens of at least `min_p` times the highest probability."""
     if native.can_filter(scores):
-        return native.keep_probable(
-            scores, _settings([Warpers(min_p=processor.min_p) for processor in batch.processors])
-        )
+        warpers = [Warpers(min_p=processor.min_p) for processor in batch.processors]
+        return native.keep_probable(scores, settings_of(warpers, scores.shape[1], scores.device, is_inverted=False))
     probs = scores.softmax(dim=-1)
     min_p = _setting([processor.min_p for processor in batch.processors], scores.device)
     limit = min_p * probs.amax(dim=-1, keepdim=True)
@@ -410,13 +408,6 @@ def _setting(values: list[float], device: torch.device) -> float | torch.Tensor:
     if values.count(values[0]) == len(values):
         return values[0]
     return to_device(values, device, torch.float32)[:, None]
-
-
-def _settings(warpers: Sequence[Warpers]) -> torch.Tensor:
-    """Return the settings of each row, or once if all rows share them, float32 `[rows or 1, 4]`."""
-    are_equal = warpers.count(warpers[0]) == len(warpers)
-    numbers = [of_row.numbers(0, is_inverted=False) for of_row in (warpers[:1] if are_equal else warpers)]
-    return torch.tensor(numbers, dtype=torch.float32, device="cpu")
 
 
 def _divide(scores: torch.Tensor, divisor: float | torch.Tensor) -> torch.Tensor:
