@@ -7,6 +7,7 @@ Without either, PyTorch and oneDNN compute the same, more slowly. `HF_PARALLEL_N
 from __future__ import annotations
 
 import ctypes
+import gc
 import hashlib
 import os
 import platform
@@ -384,10 +385,15 @@ def _replace_state(generator: torch.Generator, before: Tensor, state: Tensor) ->
     """
     current = map(bytes, map(Tensor.numpy, map(torch.Generator.get_state, repeat(generator))))
     compare = partial(next, map({bytes(before.numpy()): None}.__getitem__, current))
+    collects = gc.isenabled()
+    gc.disable()  # before Python 3.12, a collection may begin in the call, and run finalizers in Python
     try:
         deque(map(partial.__call__, (compare, partial(generator.set_state, state))), maxlen=0)
     except KeyError:
         return False
+    finally:
+        if collects:
+            gc.enable()
     return True
 
 
