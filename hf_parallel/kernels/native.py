@@ -380,8 +380,8 @@ def _with_generator(draw: Callable[[int], _T], generator: torch.Generator | None
 def _replace_state(generator: torch.Generator, before: Tensor, state: Tensor) -> bool:
     """Set the state of a generator if it is still the one `before`; return whether it was.
 
-    Comparing and setting are one call into C, so no other Python thread runs in between. A thread that sets a seed
-    therefore sets it before or after this call.
+    Comparing and setting are one call into C, so other Python threads hardly ever run in between. A seed that one sets
+    at that moment is lost, which was seen under constant seeding only.
     """
     current = map(bytes, map(Tensor.numpy, map(torch.Generator.get_state, repeat(generator))))
     compare = partial(next, map({bytes(before.numpy()): None}.__getitem__, current))
